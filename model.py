@@ -1,0 +1,203 @@
+"""One Hugging Face causal language model behind one forward pass with KV slots and tree attention.
+
+Batched speculation is awkward for one reason: rows accept different numbers of tokens, and a branch of a speculation tree
+must see its own ancestors only. Both vanish if keys and values live in numbered *slots* and the caller says, token by token,
+
+    positions   where the token stands in the text (for the position embedding),
+    slots       where its keys and values are written,
+    mask        which slots it may see.
+
+A verified token lives in the slot whose number is its position. Then
+- a causal pass is slots = positions, visible = (slot <= position);
+- rejecting tokens is lowering a length: stale slots are overwritten before anything can see them;
+- rows of different length need no padding on the left: what lies above a row's length is masked;
+- a tree grows in scratch slots above the trunk, each branch seeing the trunk up to its own fork, and its ancestors.
+
+Hugging Face models take this unmodified: any object with a fitting `update` passes for `past_key_values`, and a 4-D
+`attention_mask` is used as it is.
+"""
+import time
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+
+
+class UserError(Exception):
+    """Something the user can mend; its text is one sentence that says how."""
+
+
+class Stopwatch:
+    """Seconds spent in each kind of work: `with watch("verify"): ...`. Waits for the GPU, where there is one."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.sums = device, {}
+
+    @contextmanager
+    def __call__(self, name: str):
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds, count = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (seconds + time.perf_counter() - started, count + 1)
+
+    def read(self) -> dict[str, tuple[float, int]]:
+        """(seconds, count) of every kind of work since the last reading."""
+        sums, self.sums = self.sums, {}
+        return sums
+
+
+class KVSlots:
+    """The keys and values of all layers: per layer two buffers `[B, heads, slots, head size]`, made at the first write."""
+
+    def __init__(self, slots: int):
+        self.slots, self.keys, self.values = slots, {}, {}
+
+    def aim(self, slots: torch.Tensor, used: int, rows: torch.Tensor | None) -> None:
+        """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1, of the batch rows `rows` `[B]` or of all."""
+        self.target, self.used, self.rows = slots, used, rows
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by every attention layer: store `[B, heads, n, head size]`, return all that may be seen."""
+        if layer not in self.keys:
+            batch, heads, _, size = keys.shape
+            self.keys[layer] = keys.new_zeros(batch, heads, self.slots, size)
+            self.values[layer] = values.new_zeros(batch, heads, self.slots, values.shape[-1])
+        return self.write(self.keys[layer], keys), self.write(self.values[layer], values)
+
+    def write(self, buffer: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        slots = self.target.to(new.device)
+        if self.rows is None:
+            buffer.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+            return buffer[:, :, :self.used]
+        rows = self.rows.to(new.device)
+        buffer[rows[:, None], :, slots] = new.transpose(1, 2)
+        return buffer[rows, :, :self.used]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop the batch rows that `rows` `[B]` (bool) does not select."""
+        for buffers in (self.keys, self.values):
+            for layer, buffer in buffers.items():
+                buffers[layer] = buffer[rows.to(buffer.device)]
+
+    def get_seq_length(self, *_) -> int:
+        return 0  # read by some models to number the positions, which we always give
+
+
+class CausalLM:
+    """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a row, `V` vocabulary."""
+
+    def __init__(self, network: PreTrainedModel, vocab_size: int | None = None):
+        """`vocab_size`: the V of the logits, by default the network's own; a draft is given its target's. Embeddings
+        are often padded differently within a family: what the draft has beyond V is never proposed, what it lacks has q = 0."""
+        self.network = network.eval()
+        self.context = context_length(network.config)
+        self.vocab_size = vocab_size or network.config.get_text_config().vocab_size
+        self.device = network.get_input_embeddings().weight.device
+        self.dtype = network.dtype
+        self.check_slots()
+
+    def allocate(self, slots: int) -> None:
+        """Start a new batch with empty KV of `slots` slots a row."""
+        window = sliding_window(self.network.config)
+        if window is not None and min(slots, self.context) > window:
+            raise UserError(f"{self.network.config._name_or_path or self.network.config.model_type} attends to a window of {window} "
+                            f"tokens, and this run may need {slots}: shorten the prompt or --max-new-tokens")
+        self.kv = KVSlots(slots)
+
+    @torch.inference_mode()
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
+                rows: torch.Tensor | None = None, logits: bool = True) -> torch.Tensor | None:
+        """Logits `[B, n, V]` for tokens, positions and slots `[B, n]` and an additive mask `[B, n, slots in use]`.
+
+        `rows` `[B]` selects batch rows (default: all). `logits=False` only fills the KV. Positions beyond the context are
+        clamped to its end: such tokens are computed only to keep shapes static, and never used."""
+        self.kv.aim(slots, mask.shape[-1], rows)
+        output = self.network(
+            input_ids=tokens, position_ids=positions.clamp(max=self.context - 1), attention_mask=mask[:, None],
+            past_key_values=self.kv, use_cache=True, logits_to_keep=0 if logits else 1)
+        return fit_vocabulary(output.logits, self.vocab_size) if logits else None
+
+    def causal(self, tokens: torch.Tensor, start: torch.Tensor, rows: torch.Tensor | None = None,
+               logits: bool = True) -> torch.Tensor | None:
+        """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host memory)."""
+        count = tokens.shape[1]
+        positions = (start[:, None] + torch.arange(count)).to(self.device)
+        visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
+        return self.forward(tokens, positions, positions, self.additive(visible), rows, logits)
+
+    def additive(self, visible: torch.Tensor) -> torch.Tensor:
+        """A boolean mask as the term that is added to attention scores: 0 where visible, else -inf."""
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Fill the KV with all but the last token of every prompt: that one opens round 0."""
+        longest = max(map(len, prompts)) - 1
+        tokens = torch.tensor([prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts], device=self.device)
+        for start in range(0, longest, PREFILL_CHUNK):
+            self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start), logits=False)
+
+    def check_slots(self) -> None:
+        """Refuse a model that computes something else through slots than plainly: a pass over stale slots and a branch in
+        scratch slots must give the logits of an ordinary forward."""
+        tokens = torch.arange(1, 6, device=self.device)[None]
+        with torch.inference_mode():
+            plain = fit_vocabulary(self.network(input_ids=tokens, use_cache=False).logits, self.vocab_size)[0, 2:]
+        self.kv = KVSlots(10)
+        try:
+            self.causal(tokens[:, [0, 1, 4, 0]], torch.tensor([0]))
+            logits = [self.causal(tokens[:, 2:3], torch.tensor([2]))]
+            for step, slot in enumerate((6, 9)):  # the fourth and fifth token, out of order in scratch slots
+                visible = torch.tensor([[[slot_ < 3 or slot_ in (6, 9)[:step + 1] for slot_ in range(10)]]])
+                logits.append(self.forward(tokens[:, 3 + step, None], torch.tensor([[3 + step]], device=self.device),
+                                           torch.tensor([[slot]], device=self.device),
+                                           self.additive(visible.to(self.device))))
+            error = (torch.cat(logits, 1)[0] - plain).nan_to_num(0).abs().max()
+        except Exception as problem:
+            raise UserError(f"{self.network.config.model_type} models cannot run with KV slots and tree attention "
+                            f"({type(problem).__name__}: {problem})") from problem
+        tolerance = 1e-3 if torch.finfo(self.dtype).bits >= 32 else 0.1
+        if not error <= tolerance * plain[plain.isfinite()].abs().max():
+            raise UserError(f"{self.network.config.model_type} models give other logits with KV slots and tree attention "
+                            f"(largest error {error:.2g}), so their text would be wrong")
+
+    @property
+    def eos_tokens(self) -> list[int]:
+        """Every end-of-sequence id of the generation config."""
+        eos = self.network.generation_config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
+         vocab_size: int | None = None) -> CausalLM:
+    """Load a checkpoint (Hub id or folder); `device` may be accelerate's "auto" to spread it over several GPUs."""
+    if config.is_encoder_decoder:
+        raise UserError(f"{path} is an encoder-decoder model; saguaro.py decodes causal language models")
+    logging.disable_progress_bar()
+    try:
+        network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map=device)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"cannot load {path}: {str(problem).splitlines()[0]}") from problem
+    return CausalLM(network, vocab_size)
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """The most tokens a text may have under this model, prompt included."""
+    return config.get_text_config().max_position_embeddings
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """The attention window in tokens, where some layers have one. A mask over slots cannot express it, so texts must fit."""
+    config = config.get_text_config()
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) if sliding and getattr(config, "use_sliding_window", True) else None
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits `[..., V']` as `[..., vocab_size]`: cut, or filled up with -inf."""
+    missing = vocab_size - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab_size]

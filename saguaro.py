@@ -1,0 +1,457 @@
+"""Speculative speculative decoding (SSD), Algorithm 1: the command, the two ranks, and what they say to each other.
+
+    torchrun --nproc-per-node 2 saguaro.py --help
+
+Rank 0 holds the target and decodes; rank 1 holds the draft and answers. Both parse the same command line and read the same
+prompts, so only data travels, in a fixed order and in messages of known size:
+
+    target -> draft     outcome      [B, 2]     number accepted (negative: row finished) and bonus token
+    draft  -> target    speculation  [B, 1+K]   hit flag and drafted tokens, then, if sampling, q [B, K, V]
+
+    rank 0:  prefill | send v0 |          recv s1 | verify s1 | send v1 |         recv s2 | verify s2 | ...
+    rank 1:  prefill, pre-speculate | recv v0, send s1 | pre-speculate | recv v1, send s2 | pre-speculate ...
+"""
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from cache import Outcome, Speculation
+from draft_worker import DraftWorker
+from model import CausalLM, UserError, context_length, load
+from sampling import logits_warper
+from target_worker import Generation, NoSpeculator, Speculator, Stats, TargetWorker, decode
+
+TINY = Path(__file__).resolve().parent / "tiny"  # the embedded pair
+TARGET, DRAFT = 0, 1  # ranks
+ROLES = ("target", "draft")
+SMALL_DRAFT = 50_000_000  # parameters; with one GPU such a draft runs on the CPU
+TIMED = ("trunk", "step", "backup")  # the draft's kinds of work
+PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def option(default, help: str, **extra):
+    """A field of `Settings`, and the command line option that sets it."""
+    extra |= {"help": help + ("" if default in (None, False, ()) else " (default: %(default)s)")}
+    return field(default=default, metadata=extra)
+
+
+@dataclass
+class Settings:
+    prompt: tuple[str, ...] = option((), "texts to continue", nargs="+", metavar="TEXT")
+    prompts: str | None = option(None, "JSON Lines with a field prompt, question or text in each line", metavar="FILE")
+    target: str = option(str(TINY / "target"), "target model: a Hugging Face Hub id or a folder", metavar="MODEL")
+    draft: str = option(str(TINY / "draft"), "draft model with the target's vocabulary", metavar="MODEL")
+    mode: str = option("ssd", "speculative speculative, speculative or autoregressive decoding", choices=("ssd", "sd", "ar"))
+    max_new_tokens: int = option(128, "tokens to generate for each prompt, at most", metavar="N")
+    batch_size: int = option(1, "prompts decoded together", metavar="N")
+    temperature: float = option(0.0, "0 is greedy", metavar="T")
+    top_k: int = option(0, "sample among the N likeliest tokens; 0: among all", metavar="N")
+    top_p: float = option(1.0, "sample among the likeliest tokens of total probability P", metavar="P")
+    seed: int = option(0, "same seed, same flags: same text", metavar="N")
+    ignore_eos: bool = option(False, "do not stop at an end-of-sequence token")
+    apply_chat_template: bool = option(False, "make each prompt a user turn of the tokenizer's chat template")
+    lookahead: int = option(5, "K, tokens drafted per round", metavar="K")
+    budget: int = option(16, "outcomes prepared for per round and row: the sum of the fan-out", metavar="N")
+    acceptance_rate: float = option(0.8, "a of Theorem 12, which shapes the fan-out", metavar="A")
+    miss_exponent: float = option(1.0, "r of the power law (Def. 11), which shapes the fan-out", metavar="R")
+    downweight: float = option(1.0, "C of Saguaro sampling (Def. 14); 1 is ordinary sampling", metavar="C")
+    backup: str = option("neural", "who drafts after a cache miss", choices=("neural",))
+    no_early_outcome: bool = option(False, "the paper's plain algorithm: finish every speculation tree, even if the outcome is there")
+    dtype: str = option("auto", "auto: bfloat16 on GPUs, float32 on CPU", choices=("auto", *DTYPES))
+    device: str = option("auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"))
+    json: str | None = option(None, "write settings, texts and statistics to FILE", metavar="FILE")
+
+    def check(self) -> None:
+        """Raise `UserError` for the first value that makes no sense."""
+        for name, valid, wanted in (
+                ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"), ("batch_size", self.batch_size >= 1, "at least 1"),
+                ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+                ("top_k", self.top_k >= 0, "0 (off) or more"), ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+                ("seed", 0 <= self.seed < 2 ** 63 - 1, "a whole number from 0 to 2^63"),
+                ("lookahead", self.lookahead >= 1, "at least 1 (--mode ar drafts nothing)"),
+                ("budget", self.budget >= 1, "at least 1"),
+                ("acceptance_rate", 0 <= self.acceptance_rate <= 1, "between 0 and 1"),
+                ("miss_exponent", 0 < self.miss_exponent < float("inf"), "above 0"),
+                ("downweight", 0 <= self.downweight <= 1, "between 0 and 1")):
+            if not valid:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
+        if self.prompt and self.prompts:
+            raise UserError("--prompt and --prompts exclude each other")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: PyTorch sees no CUDA device here")
+        if self.json and not Path(self.json).resolve().parent.is_dir():
+            raise UserError(f"--json {self.json}: its folder does not exist")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def parse_settings(arguments: list[str] | None = None) -> Settings:
+    parser = Parser(description="Speculative speculative decoding: the draft prepares for the target's verdict "
+                                "while the target is still verifying.", allow_abbrev=False)
+    for f in fields(Settings):
+        kind = {"action": "store_true"} if f.type is bool else {"type": f.type if f.type in (int, float) else str}
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind, **f.metadata)
+    settings = Settings(**vars(parser.parse_args(arguments)))
+    settings.check()
+    return settings
+
+
+def read_prompts(settings: Settings) -> list[str]:
+    """The texts to continue: --prompt, the lines of --prompts, or the first embedded prompt."""
+    if settings.prompt:
+        texts = list(settings.prompt)
+    elif settings.prompts:
+        texts = list(read_json_lines(Path(settings.prompts)))
+    else:
+        texts = list(read_json_lines(TINY / "prompts.jsonl"))[:1]
+    for number, text in enumerate(texts, start=1):
+        if not text:
+            raise UserError(f"prompt {number} of {len(texts)} is empty")
+    if not texts:
+        raise UserError(f"--prompts {settings.prompts} holds no prompt")
+    return texts
+
+
+def read_json_lines(path: Path) -> Iterator[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"--prompts {path}: {getattr(problem, 'strerror', None) or problem}") from problem
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            yield next(row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str))
+        except (ValueError, AttributeError, StopIteration):
+            raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in the field "
+                            f"{', '.join(PROMPT_FIELDS[:-1])} or {PROMPT_FIELDS[-1]}") from None
+
+
+def open_model(flag: str, path: str):
+    """The configuration and tokenizer of a checkpoint; nothing big is read."""
+    if (path.startswith((".", "/")) or path.count("/") != 1) and not Path(path).is_dir() and "/" in path:
+        raise UserError(f"{flag} {path}: no such folder")
+    try:
+        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a model on the Hugging "
+                        f"Face Hub ({str(problem).splitlines()[0]})") from problem
+
+
+def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[int]]:
+    """The prompts as token ids, each with room for at least one more token."""
+    if chat and not tokenizer.chat_template:
+        raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
+    if chat:
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                                 tokenize=True, return_dict=True)["input_ids"] for text in texts]
+    else:
+        prompts = tokenizer(texts)["input_ids"]
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt) >= context:
+            raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the target's context is {context}")
+    return prompts
+
+
+class Wire:
+    """What the two ranks say to each other. Outcomes are needed by Python on both sides, so they travel between host memories;
+    speculations are data and travel from device to device."""
+
+    def __init__(self, device: torch.device, lookahead: int, vocab_size: int, q_dtype: torch.dtype | None):
+        """`device`: where speculations are sent from and received: a GPU if both ranks have one of their own, else the CPU.
+        `q_dtype`: None if greedy, when no q is sent."""
+        self.device, self.lookahead, self.vocab_size, self.q_dtype = device, lookahead, vocab_size, q_dtype
+
+    def send_outcome(self, outcome: Outcome) -> None:
+        dist.send(torch.stack(outcome, 1), DRAFT)
+
+    def receive_outcome(self, rows: int) -> Outcome:
+        message = torch.empty(rows, 2, dtype=torch.long)
+        dist.recv(message, TARGET)
+        return Outcome(*message.unbind(1))
+
+    def send_speculation(self, speculation: Speculation) -> None:
+        hit = speculation.hit.to(speculation.tokens.device)[:, None]
+        dist.send(torch.cat([hit, speculation.tokens], 1).to(self.device), TARGET)
+        if self.q_dtype:
+            dist.send(speculation.q.to(self.device).contiguous(), TARGET)
+
+    def receive_speculation(self, rows: int) -> Speculation:
+        message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
+        dist.recv(message, DRAFT)
+        q = None
+        if self.q_dtype:
+            q = torch.empty(rows, self.lookahead, self.vocab_size, dtype=self.q_dtype, device=self.device)
+            dist.recv(q, DRAFT)
+        return Speculation(message[:, 1:], q, message[:, 0].cpu().bool())
+
+    def send_times(self, times: dict[str, tuple[float, int]]) -> None:
+        dist.send(torch.tensor([times.get(name, (0, 0)) for name in TIMED], dtype=torch.float64), TARGET)
+
+    def receive_times(self) -> dict[str, tuple[float, int]]:
+        message = torch.empty(len(TIMED), 2, dtype=torch.float64)
+        dist.recv(message, DRAFT)
+        return {name: (seconds, int(count)) for name, (seconds, count) in zip(TIMED, message.tolist())}
+
+
+class RemoteSpeculator:
+    """The draft's process, as the target sees it."""
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+
+    def start(self, prompts: list[list[int]], longest: int) -> None:
+        pass  # the draft rank has read the same prompts
+
+    def speculate(self, outcome: Outcome) -> Speculation:
+        self.wire.send_outcome(outcome)
+        rows = int((outcome.num_accepted >= 0).sum())
+        return self.wire.receive_speculation(rows) if rows else Speculation.empty(0)
+
+    def times(self) -> dict[str, tuple[float, int]]:
+        return self.wire.receive_times()
+
+
+def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int, early_outcome: bool) -> None:
+    """The speculator's side of Algorithm 1 for one batch. A thread waits for the outcome, so that the tree can look
+    for it between its steps."""
+    draft.start(prompts, longest)
+    rows = len(prompts)
+    with ThreadPoolExecutor(1) as listener:
+        while rows:
+            pending = listener.submit(wire.receive_outcome, rows)
+            draft.pre_speculate((lambda: pending.result() if pending.done() else None) if early_outcome else lambda: None)
+            speculation = draft.speculate(pending.result())
+            rows = len(speculation.hit)
+            if rows:
+                wire.send_speculation(speculation)
+    wire.send_times(draft.times())
+
+
+class Session:
+    """One rank's view of a run: settings, prompts and devices, the same on both ranks; models are loaded on demand."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        texts = read_prompts(settings)
+        self.target_config, self.tokenizer = open_model("--target", settings.target)
+        self.context = context_length(self.target_config)
+        self.prompts = encode(self.tokenizer, texts, settings.apply_chat_template, self.context)
+        self.texts = texts
+        self.warper = logits_warper(settings.temperature, settings.top_k, settings.top_p)
+        if settings.mode != "ar":
+            self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
+            if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                raise UserError(f"--target {settings.target} and --draft {settings.draft} have different vocabularies; "
+                                "a draft must propose the target's tokens")
+        self.place()
+
+    def place(self) -> None:
+        """Decide devices: GPUs if there are any, target and draft apart if there are two."""
+        gpus = torch.cuda.device_count() if self.settings.device != "cpu" else 0
+        self.target_device = self.draft_device = torch.device("cuda:0" if gpus else "cpu")
+        if self.settings.mode == "ssd" and gpus == 1:
+            with torch.device("meta"):
+                small = AutoModelForCausalLM.from_config(self.draft_config).num_parameters() <= SMALL_DRAFT
+            if small:
+                self.draft_device = torch.device("cpu")
+            elif int(os.environ.get("RANK", 0)) == TARGET:
+                print("one GPU for both models: drafting and verifying will not overlap", file=sys.stderr)
+        elif self.settings.mode == "ssd" and gpus:
+            self.draft_device = torch.device("cuda", gpus - 1)
+        self.dtype = DTYPES.get(self.settings.dtype, torch.bfloat16 if gpus else torch.float32)
+
+    def batches(self) -> Iterator[list[list[int]]]:
+        size = self.settings.batch_size
+        return (self.prompts[start:start + size] for start in range(0, len(self.prompts), size))
+
+    def load_target(self) -> TargetWorker:
+        model = load(self.settings.target, self.target_config, self.dtype, self.target_device)
+        return TargetWorker(model, self.warper, self.settings.seed)
+
+    def load_draft(self) -> DraftWorker:
+        s = self.settings
+        vocab_size = self.target_config.get_text_config().vocab_size
+        model = load(s.draft, self.draft_config, self.dtype, self.draft_device, vocab_size)
+        return DraftWorker(model, self.warper, s.seed + 1, s.lookahead, s.budget, s.acceptance_rate, s.miss_exponent,
+                           s.downweight)
+
+    def wire(self) -> Wire:
+        """Join the other rank. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
+        apart = self.target_device.type == self.draft_device.type == "cuda" and self.target_device != self.draft_device
+        own = self.draft_device if dist_rank() == DRAFT else self.target_device
+        if apart:
+            torch.cuda.set_device(own)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if apart else "gloo", timeout=timedelta(minutes=10),
+                                device_id=own if apart else None)
+        q_dtype = None if self.warper is None else torch.promote_types(self.dtype, torch.float32)
+        return Wire(own if apart else torch.device("cpu"), self.settings.lookahead,
+                    self.target_config.get_text_config().vocab_size, q_dtype)
+
+
+def dist_rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def run_target(session: Session, wire: Wire | None) -> None:
+    """Rank 0: decode all prompts, show what comes out, write --json."""
+    s = session.settings
+    target = session.load_target()
+    speculator: Speculator = {"ar": NoSpeculator, "sd": session.load_draft, "ssd": lambda: RemoteSpeculator(wire)}[s.mode]()
+    lookahead = 0 if s.mode == "ar" else s.lookahead
+    eos = [] if s.ignore_eos else target.model.eos_tokens
+    stats, generations = Stats(), []
+    with Display(session) as display:
+        for batch in session.batches():
+            generations += decode(target, speculator, batch, s.max_new_tokens, lookahead, eos, stats, display.show)
+    summary = stats.summary(lookahead)
+    display.report(generations, summary)
+    if s.json:
+        outputs = [{"prompt": text, "text": session.tokenizer.decode(g.tokens, skip_special_tokens=True),
+                    "tokens": g.tokens, "finish_reason": g.finish_reason} for text, g in zip(session.texts, generations)]
+        Path(s.json).write_text(json.dumps({"config": asdict(s), "outputs": outputs, "stats": summary}, indent=1) + "\n",
+                                encoding="utf-8")
+
+
+def run_draft(session: Session, wire: Wire) -> None:
+    """Rank 1: draft for every batch that rank 0 decodes."""
+    draft = session.load_draft()
+    for batch in session.batches():
+        longest = max(min(len(prompt) + session.settings.max_new_tokens, session.context) for prompt in batch)
+        serve(draft, wire, batch, longest, not session.settings.no_early_outcome)
+
+
+class Display:
+    """Rank 0's screen: one prompt is streamed as it is verified; of several, a progress bar, then the texts."""
+
+    def __init__(self, session: Session):
+        self.tokenizer, self.texts, self.settings = session.tokenizer, session.texts, session.settings
+        self.bar = self.streamer = None
+
+    def __enter__(self) -> "Display":
+        if len(self.texts) > 1:
+            self.bar = tqdm(total=len(self.texts) * self.settings.max_new_tokens, unit="token")
+        else:
+            print(self.texts[0], end="", flush=True)
+            self.streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def show(self, index: int, new: list[int]) -> None:
+        if self.bar is not None:
+            self.bar.update(len(new))
+        else:
+            self.streamer.put(torch.tensor(new))
+
+    def report(self, generations: list[Generation], summary: dict[str, float | None]) -> None:
+        if self.streamer:
+            self.streamer.end()
+        elif not self.settings.json:
+            for number, (text, generation) in enumerate(zip(self.texts, generations), start=1):
+                print(f"\n----- prompt {number} -----\n{text}{self.tokenizer.decode(generation.tokens, skip_special_tokens=True)}")
+        full = sum(generation.finish_reason == "context" for generation in generations)
+        if full:
+            print(f"\n{full} of {len(generations)} texts ended at the target's context limit")
+        print(f"\n{summary['tokens']} tokens with {self.settings.mode}:")
+        for name, form, meaning in REPORT:
+            if summary[name] is not None:
+                print(f"  {name.replace('_', ' '):22}{summary[name]:{form}}  {meaning}")
+
+
+REPORT = (
+    ("tokens_per_second", "8.1f", "decoding only, prefill apart"),
+    ("tokens_per_round", "8.2f", "of a row: accepted tokens and the bonus token"),
+    ("acceptance_rate", "8.2f", "of drafted tokens, one by one"),
+    ("hit_rate", "8.2f", "outcomes found in the speculation cache"),
+    ("verifier_utilisation", "8.2f", "time spent verifying / wall time"),
+    ("T_p", "8.2f", "one pre-speculation, in verifications; hidden while below 1"),
+    ("T_b", "8.2f", "one backup speculation, in verifications"),
+)
+
+
+@record
+def main() -> None:
+    rank, world = dist_rank(), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        settings = parse_settings()
+        ranks = 2 if settings.mode == "ssd" else 1
+        if world > 2:
+            raise UserError(f"{world} ranks were started; one target rank and one draft rank are all there is")
+        if world < ranks:
+            read_prompts(settings)  # what is wrong with them is better said before two processes start
+            sys.exit(launch(ranks))
+        if rank >= ranks:
+            return  # only ssd needs a second process
+        session = Session(settings)
+    except UserError as problem:
+        complain(problem, only_rank=TARGET)
+    try:
+        torch.set_num_threads(threads(settings.mode, rank))
+        wire = session.wire() if settings.mode == "ssd" else None
+        run_target(session, wire) if rank == TARGET else run_draft(session, wire)
+    except UserError as problem:
+        complain(problem)
+    except (RuntimeError, dist.DistBackendError) as problem:
+        if "Connection closed by peer" not in str(problem) and "reset by peer" not in str(problem):
+            raise
+        sys.exit(f"rank {rank} ({ROLES[rank]}) stops: the other rank is gone")
+    if wire:
+        dist.destroy_process_group()
+
+
+def complain(problem: UserError, only_rank: int | None = None) -> None:
+    """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the time."""
+    if only_rank is None or dist_rank() == only_rank:
+        print(f"saguaro.py: error: {problem}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)
+    sys.exit(2)
+
+
+def threads(mode: str, rank: int) -> int:
+    """CPU threads of a rank: the draft has one, the target the rest; a process that is alone has all."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cpus if mode != "ssd" else 1 if rank == DRAFT else max(1, cpus - 1)
+
+
+def launch(ranks: int) -> int:
+    """`python saguaro.py` and a torchrun of one process: start the ranks through torch's own launcher; returns the exit status."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        torch.distributed.run.main(["--standalone", "--nproc-per-node", str(ranks), __file__, *sys.argv[1:]])
+    except ChildFailedError as failure:
+        rank, cause = failure.get_first_failure()
+        if cause.exitcode != 2:  # 2: the rank has said what was wrong
+            print(f"saguaro.py: rank {rank} ({ROLES[rank]}) failed with exit code {cause.exitcode}", file=sys.stderr)
+        return 2 if cause.exitcode == 2 else 1
+    return 0
+
+
+if __name__ == "__main__":
+    main()
