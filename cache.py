@@ -12,8 +12,10 @@ the best shape is a capped geometric series (Thm. 12):
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
 import heapq
+import itertools
+import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 import torch
 
@@ -55,6 +57,7 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float, miss_
 
     fan_out = [0] * (lookahead + 1)
     heap = [(-gain(k, 0), k) for k in range(lookahead + 1)]
+    heapq.heapify(heap)
     for _ in range(budget):
         k = heap[0][1]
         fan_out[k] += 1
@@ -62,19 +65,93 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float, miss_
     return fan_out
 
 
-def choose_guesses(logits: torch.Tensor, drafted: torch.Tensor, fan_out: list[int]) -> Outcome:
-    """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B, budget]`.
+def uniform_fan_out(budget: int, lookahead: int) -> list[int]:
+    """F_0..F_K as equal as integers of sum `budget` can be: the shape that Theorem 12 improves on."""
+    return [(budget + lookahead - k) // (lookahead + 1) for k in range(lookahead + 1)]
+
+
+class FanOut:
+    """The cache's shape: one for rounds that verify the primary's speculation, one for the backup's (F^b, section 4.1).
+
+    `policy` is "uniform", "geometric" (Theorem 12 with the given a and r) or "auto": Theorem 12 with a and r estimated as decoding
+    goes. a comes from counts of accepted and rejected tokens, apart for primary and backup; r from the rank at which bonus tokens
+    stood among the draft's guesses, as the slope of log miss rate against log F. What is given is the prior, worth `PRIOR` observations."""
+    PRIOR = 10
+
+    def __init__(self, policy: str, budget: int, lookahead: int, acceptance_rate: float, backup_acceptance_rate: float,
+                 miss_exponent: float):
+        self.policy, self.budget, self.lookahead = policy, budget, lookahead
+        self.miss_exponent = miss_exponent
+        self.accepted = {source: self.PRIOR * rate for source, rate in
+                         ((True, acceptance_rate), (False, backup_acceptance_rate))}  # by "was it a hit?"
+        self.judged = {True: float(self.PRIOR), False: float(self.PRIOR)}
+        self.ranks = self.PRIOR * -torch.tensor(
+            [1.0] + [fan_out ** -miss_exponent / 2 for fan_out in range(1, budget + 1)] + [0.0]).diff()  # [budget + 1]
+        self.reshape()
+
+    def observe(self, hit: torch.Tensor, num_accepted: torch.Tensor, rank: torch.Tensor) -> None:
+        """What one verification showed, each `[B]`: was its speculation the primary's, how many of its tokens were accepted, and the
+        rank of the bonus token among the draft's guesses at that position (from 0; `budget` or more: beyond all)."""
+        for source, k in zip(hit.tolist(), num_accepted.tolist()):
+            self.accepted[source] += k
+            self.judged[source] += min(k + 1, self.lookahead)
+        self.ranks += torch.bincount(rank.cpu().clamp(max=self.budget), minlength=self.budget + 1)
+        if self.policy == "auto":
+            self.miss_exponent = fit_power_law(self.miss_rates())
+            self.reshape()
+
+    def acceptance_rate(self, hit: bool) -> float:
+        """a_p (`hit`) or a_b: per-token acceptance rate of the primary's or the backup's speculations."""
+        return self.accepted[hit] / self.judged[hit]
+
+    def miss_rates(self) -> torch.Tensor:
+        """`[budget]`: the share of bonus tokens not among the draft's F likeliest, for F = 1..budget."""
+        return 1 - self.ranks[:-1].cumsum(0) / self.ranks.sum()
+
+    def reshape(self) -> None:
+        self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (True, False)}
+
+    def shape(self, acceptance_rate: float) -> list[int]:
+        if self.policy == "uniform":
+            return uniform_fan_out(self.budget, self.lookahead)
+        return geometric_fan_out(self.budget, self.lookahead, min(acceptance_rate, 1.0), self.miss_exponent)
+
+    def table(self, hit: torch.Tensor) -> torch.Tensor:
+        """F_0..F_K for every row, `[B, K+1]`: the primary's shape where `hit` `[B]`, else the backup's."""
+        return torch.tensor([self.shapes[source] for source in hit.tolist()])
+
+
+def fit_power_law(miss_rates: torch.Tensor) -> float:
+    """The r of miss(F) proportional to F^-r (Def. 11): minus the least-squares slope of log miss rate `[n]` against log F, F = 1..n.
+    Kept within 0.1 and 10; with fewer than two misses to fit, 1."""
+    fan_out = torch.arange(1, len(miss_rates) + 1)[miss_rates > 0].double().log()
+    miss = miss_rates[miss_rates > 0].double().log()
+    if len(miss) < 2:
+        return 1.0
+    slope = ((fan_out - fan_out.mean()) * (miss - miss.mean())).sum() / (fan_out - fan_out.mean()).square().sum()
+    return min(max(-float(slope), 0.1), 10.0)
+
+
+def rank_guesses(logits: torch.Tensor, drafted: torch.Tensor, depth: int) -> torch.Tensor:
+    """The draft's candidates for the bonus token at every position, likeliest first: `[B, K+1, depth]`.
 
     logits `[B, K+1, V]`: the draft's own, before each drafted token and after the last; drafted `[B, K]`. The drafted token
-    s_{k+1} cannot be the bonus token after a rejection (p < q there), so it is not among the guesses for k < K. When F_k
-    exceeds the vocabulary the last guess is repeated."""
+    s_{k+1} cannot be the bonus token after a rejection (p < q there), so it comes last for k < K. `depth` is capped at V."""
     logits = logits.clone()
     logits[:, :drafted.shape[1]].scatter_(-1, drafted.unsqueeze(-1), -torch.inf)
-    top = logits.topk(min(max(fan_out), logits.shape[-1])).indices
-    k = torch.repeat_interleave(torch.arange(len(fan_out)), torch.tensor(fan_out))
-    rank = torch.cat([torch.arange(f) for f in fan_out]).clamp(max=top.shape[-1] - 1)
-    k, rank = k.to(logits.device), rank.to(logits.device)
-    return Outcome(k.expand(len(logits), -1), top[:, k, rank])
+    return logits.topk(min(depth, logits.shape[-1])).indices
+
+
+def choose_guesses(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
+    """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B, budget]`.
+
+    ranked: see `rank_guesses`; fan_out `[B, K+1]`, every row of sum `budget`. Where F_k exceeds the candidates the last is repeated."""
+    rows, positions = fan_out.shape
+    k = torch.arange(positions).repeat(rows).repeat_interleave(fan_out.flatten()).view(rows, -1)
+    first = (fan_out.cumsum(1) - fan_out).gather(1, k)  # the branch at which the guesses for the same k begin
+    rank = (torch.arange(k.shape[1]) - first).clamp(max=ranked.shape[-1] - 1)
+    k, rank = k.to(ranked.device), rank.to(ranked.device)
+    return Outcome(k, ranked[torch.arange(rows, device=ranked.device)[:, None], k, rank])
 
 
 @dataclass
@@ -110,3 +187,85 @@ class SpeculationCache:
             return field[row, branch][:, None]
 
         return SpeculationCache(Outcome(*map(pick, self.guesses)), list(map(pick, self.tokens)), list(map(pick, self.q)))
+
+# What a cache is worth. Times are in units of one verification; all of it is for the reader, the bench and the "auto" settings.
+
+def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
+    """E(a, K) = (1 - a^(K+1)) / (1 - a): tokens per round, accepted ones and the bonus token (section 1)."""
+    return sum(acceptance_rate ** k for k in range(lookahead + 1))
+
+
+def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float, miss_of_one: float = 0.5) -> float:
+    """Probability that the outcome is in a cache of shape F_0..F_K when F guesses miss with probability
+    `miss_of_one` F^-r (Def. 11), and none miss always."""
+    likelihood = acceptance_distribution(acceptance_rate, len(fan_out) - 1)
+    return sum(p * (1 - miss_of_one * f ** -miss_exponent) for p, f in zip(likelihood, fan_out) if f)
+
+
+def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: float, T_b: float, batch_size: int = 1) -> float:
+    """Tokens per row and verification time of SSD at batch size b (Cor. 16):
+
+        (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b) (1 + T_b)).
+
+    At b = 1 this is Theorem 7, the speedup over autoregressive decoding; at p = 0, plain speculative decoding."""
+    all_hit = hit_rate ** batch_size
+    return ((hit_rate * tokens_hit + (1 - hit_rate) * tokens_miss)
+            / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b)))
+
+
+def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float, tokens_fast: float, T_p: float,
+                        T_neural: float, T_fast: float) -> float:
+    """b* (Thm. 17): the neural backup has the higher `throughput` below this batch size, the fast one above.
+
+    0 if the fast backup is better at every size, infinity if the neural is. `tokens_*`: expected tokens of the round that
+    follows a hit, a neural and a fast backup."""
+    neural, fast = (hit_rate * tokens_hit + (1 - hit_rate) * tokens for tokens in (tokens_neural, tokens_fast))
+    at_once = max(1.0, T_p)
+    # neural wins iff gain(x) > 0 for x = p^b, which falls from 1 (b = 0) to 0 (b = infinity); gain is linear in x
+    at_zero = neural * (1 + T_fast) - fast * (1 + T_neural)
+    slope = fast * (1 + T_neural - at_once) - neural * (1 + T_fast - at_once)
+    if hit_rate == 1 or at_zero >= 0:
+        return math.inf
+    if hit_rate == 0 or at_zero + slope <= 0:
+        return 0.0
+    return math.log(-at_zero / slope) / math.log(hit_rate)
+
+
+class Costs(NamedTuple):
+    """Seconds of a pass of the target or the draft over n tokens a row, measured at some n for the batch size at hand."""
+    target: dict[int, float]
+    draft: dict[int, float]
+
+    @staticmethod
+    def seconds(measured: dict[int, float], n: int) -> float:
+        """Linear between the measured n, and beyond the last along the last two."""
+        known = sorted(measured)
+        right = next((i for i in range(1, len(known) - 1) if known[i] >= n), len(known) - 1)
+        low, high = known[right - 1], known[right]
+        return measured[low] + (measured[high] - measured[low]) * (n - low) / (high - low)
+
+    def verify(self, lookahead: int) -> float:
+        return self.seconds(self.target, lookahead + 1)
+
+    def T_p(self, lookahead: int, budget: int) -> float:
+        """One pre-speculation, in verifications: a trunk pass and K tree steps."""
+        return (self.seconds(self.draft, lookahead + 1) + lookahead * self.seconds(self.draft, budget)) / self.verify(lookahead)
+
+    def T_b(self, lookahead: int) -> float:
+        """One neural backup, in verifications: K draft passes."""
+        return lookahead * self.seconds(self.draft, 1) / self.verify(lookahead)
+
+
+def best_lookahead(costs: Costs, lookaheads: Iterable[int], budgets: Iterable[int], acceptance_rate: float,
+                   miss_exponent: float, batch_size: int) -> tuple[int, int]:
+    """(K, budget) of the highest tokens per second by Theorem 7 under T_p <= 1, or of the lowest T_p if none is so low."""
+    def speed(lookahead: int, budget: int) -> tuple[bool, float]:
+        T_p, T_b = costs.T_p(lookahead, budget), costs.T_b(lookahead)
+        if T_p > 1:
+            return False, -T_p
+        fan_out = geometric_fan_out(budget, lookahead, acceptance_rate, miss_exponent)
+        tokens = expected_tokens(acceptance_rate, lookahead)
+        hit_rate = power_law_hit_rate(fan_out, acceptance_rate, miss_exponent)
+        return True, throughput(hit_rate, tokens, tokens, T_p, T_b, batch_size) / costs.verify(lookahead)
+
+    return max(itertools.product(lookaheads, budgets), key=lambda choice: speed(*choice))

@@ -3,20 +3,24 @@
 A round of the draft, with K = lookahead:
 
     speculate(outcome)    hit:  the speculation prepared for this outcome, at once
-                          miss: the neural backup drafts it just in time, K passes
+                          miss: a backup drafts, just in time (section 4.3):
+                                neural, the draft model itself, K passes, or
+                                fast, whatever followed the last words where they stood before, no pass
     pre_speculate()       while the target verifies:
                           one trunk pass over [t*, s_1..s_K]: K+1 distributions, from which the outcomes are guessed
                           K tree passes, one token for every guessed outcome at once: the next speculation cache
 
 Called without `pre_speculate`, the same worker is the draft of ordinary speculative decoding: every round misses.
 """
+import math
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
 import sampling
-from cache import Outcome, Speculation, SpeculationCache, choose_guesses, geometric_fan_out
+from cache import (FanOut, Outcome, Speculation, SpeculationCache, choose_guesses, critical_batch_size, expected_tokens,
+                   rank_guesses, throughput)
 from model import CausalLM, Stopwatch
 
 
@@ -32,31 +36,34 @@ class Tree:
     def only(self, branch: torch.Tensor) -> "Tree":
         """The tree reduced to one branch `[B]` a row."""
         row = torch.arange(len(branch), device=branch.device)
-        return Tree(*(field if isinstance(field, int) else field[row, branch][:, None] for field in vars(self).values()))
+        return Tree(*(part if isinstance(part, int) else part[row, branch][:, None] for part in vars(self).values()))
 
 
 class DraftWorker:
     """The draft model, its KV, and the speculation cache of a batch of B rows."""
 
-    def __init__(self, model: CausalLM, warper: Callable | None, seed: int, lookahead: int, budget: int,
-                 acceptance_rate: float, miss_exponent: float, downweight: float):
-        """`warper` as the target's; `seed` of the draft's own coins, independent of the verifier's; the rest as in the paper:
-        K, budget, a, r and C."""
-        self.model, self.warper, self.lookahead, self.budget = model, warper, lookahead, budget
-        self.downweight = downweight
-        self.fan_out = geometric_fan_out(budget, lookahead, acceptance_rate, miss_exponent)
+    def __init__(self, model: CausalLM, warper: Callable | None, seed: int, lookahead: int, fan_out: FanOut,
+                 downweight: "Downweight", backup: "Backup"):
+        """`warper` as the target's; `seed` of the draft's own coins, independent of the verifier's; the rest are the
+        choices of sections 4.1, 4.2 and 4.3."""
+        self.model, self.warper, self.lookahead = model, warper, lookahead
+        self.fan_out, self.downweight, self.backup = fan_out, downweight, backup
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
 
     def start(self, prompts: list[list[int]], longest: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0 verifies an empty speculation."""
-        self.model.allocate(longest + self.lookahead + self.lookahead * self.budget)
+        self.model.allocate(longest, spare=self.lookahead * (1 + self.fan_out.budget))
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
-        # [B, 2] the last two of them: only what precedes them is certain to be in the KV (see `draft_now`)
-        self.tail = torch.tensor([[0, *prompt][-2:] for prompt in prompts], device=self.model.device)
-        self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.model.device)  # what is being verified
+        self.text = torch.zeros(len(prompts), longest + self.lookahead + 1, dtype=torch.long)  # [B, >= length] those tokens
+        for row, prompt in enumerate(prompts):
+            self.text[row, :len(prompt)] = torch.tensor(prompt)
+        self.text = self.text.to(self.model.device)
+        self.drafted = self.text[:, :0]  # [B, K] the tokens being verified
+        self.hit = torch.ones(len(prompts), dtype=torch.bool)  # [B] did they come from the cache?
         self.cache: SpeculationCache | None = None
+        self.verdict: tuple | None = None  # what `learn` has not yet seen
 
     def speculate(self, outcome: Outcome) -> Speculation:
         """The speculation for the rows that go on: from the cache on a hit, from the backup on a miss."""
@@ -64,6 +71,8 @@ class DraftWorker:
         if not len(outcome.bonus):
             return Speculation.empty(0)
         hit, branch = self.cache.look_up(outcome) if self.cache else (torch.zeros(len(outcome.bonus), dtype=torch.bool), None)
+        if self.cache:
+            self.verdict = self.hit, hit, outcome, self.ranked
         if hit.all():
             tokens, q = self.cache.take(branch)
         elif not hit.any():
@@ -74,64 +83,83 @@ class DraftWorker:
             tokens[missed], backup_q = self.draft_now(missed)
             if q is not None:
                 q[missed] = backup_q
-        self.drafted, self.cache = tokens, None
+        self.drafted, self.hit, self.cache = tokens, hit, None
         return Speculation(tokens, q, hit)
 
     def advance(self, outcome: Outcome) -> Outcome:
         """Move to the end of the verified text: s_1..s_k and t* join it. Rows that have finished are dropped, from the
         returned outcome too."""
-        device = self.model.device
         going_on = outcome.num_accepted >= 0
         if not going_on.all():
             self.keep(going_on)
             outcome = Outcome(outcome.num_accepted[going_on], outcome.bonus[going_on])
-        text = torch.cat([self.tail[:, 1:], self.drafted], 1)
-        previous = text.gather(1, outcome.num_accepted[:, None].to(device))
-        self.tail = torch.cat([previous, outcome.bonus[:, None].to(device)], 1)
+        device = self.model.device
+        places = self.length[:, None] + torch.arange(self.drafted.shape[1])
+        self.text.scatter_(1, places.to(device), self.drafted)
+        self.text.scatter_(1, (self.length + outcome.num_accepted)[:, None].to(device), outcome.bonus[:, None].to(device))
         self.length = self.length + outcome.num_accepted + 1
         return outcome
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop the finished rows: `rows` `[B]` is True for those that go on."""
         self.model.kv.keep(rows)
-        self.length, rows = self.length[rows], rows.to(self.model.device)
-        self.tail, self.drafted = self.tail[rows], self.drafted[rows]
+        self.length, self.hit, rows = self.length[rows], self.hit[rows], rows.to(self.model.device)
+        self.text, self.drafted = self.text[rows], self.drafted[rows]
         if self.cache:
-            self.cache = self.cache.keep(rows)
+            self.cache, self.ranked = self.cache.keep(rows), self.ranked[rows]
 
-    def draw(self, logits: torch.Tensor, coins: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token number `step` (from 0) of a speculation: draws from logits `[..., V]` with coins `[...]`, returns the token
-        and the distribution that it was drawn from. It will be verified against the cache's F_step (Def. 14)."""
+    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn from.
+        `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position that verifies it (Def. 14)."""
         q = sampling.probabilities(logits, self.warper)
         if self.warper is not None:
-            q = sampling.saguaro_distribution(q, self.fan_out[step], self.downweight)
+            q = sampling.saguaro_distribution(q, fan_out, self.downweight.value)
         return sampling.inverse_cdf(q, coins), q
 
-    def draft_now(self, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Neural backup: draft K tokens after the verified text, one pass each, for `rows` or all: `(tokens, q)`.
+    # ---- the backup, after a miss ----
 
-        The first pass takes the last two verified tokens, since the KV of the last but one is missing when all K
-        tokens of such a speculation were accepted."""
+    def draft_now(self, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K tokens after the verified text of `rows` (default: all) by the backup of the moment: `(tokens, q)`."""
         with self.watch("backup"):
-            length, tokens = self.length, self.tail
-            if rows is not None:
-                length, tokens = length[rows.cpu()], tokens[rows]
-            coins = self.coins(len(tokens), self.lookahead)
-            drafted, drawn_from, start = [], [], length - 2
-            for step in range(self.lookahead):
-                logits = self.model.causal(tokens, start, rows)[:, -1]
-                start = start + tokens.shape[1]
-                token, q = self.draw(logits, coins[:, step], step)
-                drafted.append(token)
-                drawn_from.append(q)
-                tokens = token[:, None]
+            rows = torch.arange(len(self.text), device=self.model.device) if rows is None else rows
+            return self.fast_backup(rows) if self.backup.kind == "fast" else self.neural_backup(rows)
+
+    def neural_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The draft model, one pass per token. The first pass takes the last two verified tokens: if all K tokens of a neural
+        backup were accepted and no trunk pass followed, the KV of the last but one is missing."""
+        length = self.length[rows.cpu()]
+        coins = self.coins(len(rows), self.lookahead)
+        shape = self.fan_out.shapes[False]
+        start = length - 2
+        tokens = self.text[rows].gather(1, (start[:, None] + torch.arange(2)).to(self.model.device))
+        subset = None if len(rows) == len(self.text) else rows
+        drafted, drawn_from = [], []
+        for step in range(self.lookahead):
+            logits = self.model.causal(tokens, start, subset)[:, -1]
+            start = start + tokens.shape[1]
+            token, q = self.draw(logits, coins[:, step], shape[step])
+            drafted.append(token)
+            drawn_from.append(q)
+            tokens = token[:, None]
         return torch.stack(drafted, 1), None if self.warper is None else torch.stack(drawn_from, 1)
+
+    def fast_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Prompt look-up in each row's own text: point-mass proposals, q = 1 on the token, and no model."""
+        tokens = torch.stack([continue_by_look_up(self.text[row, :self.length[row]], self.lookahead, self.model.vocab_size)
+                              for row in rows.tolist()])
+        if self.warper is None:
+            return tokens, None
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return tokens, sampling.point_mass(tokens, torch.empty(self.model.vocab_size, dtype=dtype, device=tokens.device))
+
+    # ---- pre-speculation, while the target verifies ----
 
     def pre_speculate(self, peek: Callable[[], Outcome | None] = lambda: None) -> None:
         """Fill the speculation cache while the target verifies.
 
         The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there already. All guesses are known
         after the trunk pass, so from then on nothing but the winning branch is worth growing, and after a miss, nothing."""
+        self.learn()
         with self.watch("trunk"):
             tree = self.plant()
         outcome = None
@@ -147,20 +175,21 @@ class DraftWorker:
     def plant(self) -> Tree:
         """The trunk pass: put the speculation under verification into the KV, guess its outcomes, and make room for a branch for
         each in scratch slots above the trunk."""
-        tokens = torch.cat([self.tail[:, 1:], self.drafted], 1)
-        logits = self.model.causal(tokens, self.length - 1)
-        shape = self.fan_out if self.drafted.shape[1] else [self.budget]  # round 0 has one position only
-        self.cache = SpeculationCache(choose_guesses(logits, self.drafted, shape))
+        device, rows, lookahead = self.model.device, len(self.text), self.drafted.shape[1]
+        last = self.text.gather(1, (self.length - 1)[:, None].to(device))
+        logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
+        self.ranked = rank_guesses(logits, self.drafted, self.fan_out.budget)
+        fan_out = self.fan_out.table(self.hit) if lookahead else torch.full((rows, 1), self.fan_out.budget)  # round 0
+        self.cache = SpeculationCache(choose_guesses(self.ranked, fan_out))
 
-        device, rows = self.model.device, len(tokens)
-        trunk_end = int(self.length.max()) + self.drafted.shape[1]
+        budget = self.fan_out.budget
+        trunk_end = int(self.length.max()) + lookahead
         fork = self.length.to(device)[:, None] + self.cache.guesses.num_accepted  # [B, n] trunk tokens a branch sees
         trunk = torch.arange(trunk_end, device=device) < fork[..., None]
-        ancestors = torch.eye(self.budget, dtype=torch.bool, device=device).repeat(1, self.lookahead)
+        ancestors = torch.eye(budget, dtype=torch.bool, device=device).repeat(1, self.lookahead)
         visible = torch.cat([trunk, ancestors.expand(rows, -1, -1)], 2)
-        return Tree(positions=fork, slots=(trunk_end + torch.arange(self.budget, device=device)).expand(rows, -1),
-                    stride=self.budget, mask=self.model.additive(visible),
-                    coins=self.coins(rows, self.budget, self.lookahead))
+        return Tree(positions=fork, slots=(trunk_end + torch.arange(budget, device=device)).expand(rows, -1),
+                    stride=budget, mask=self.model.additive(visible), coins=self.coins(rows, budget, self.lookahead))
 
     def grow(self, tree: Tree) -> None:
         """One tree pass: the next token of every branch."""
@@ -168,7 +197,7 @@ class DraftWorker:
         tokens = self.cache.tokens[-1] if step else self.cache.guesses.bonus
         seen = tree.mask.shape[-1] - (self.lookahead - step - 1) * tree.stride  # scratch slots of later steps are empty
         logits = self.model.forward(tokens, tree.positions + step, tree.slots + step * tree.stride, tree.mask[..., :seen])
-        tokens, q = self.draw(logits, tree.coins[..., step], step)
+        tokens, q = self.draw(logits, tree.coins[..., step], self.fan_out.shapes[True][step])
         self.cache.tokens.append(tokens)
         if self.warper is not None:
             self.cache.q.append(q)
@@ -177,6 +206,117 @@ class DraftWorker:
         """Uniform random numbers in [0, 1) on the model's device, from the draft's own generator."""
         return torch.rand(shape, generator=self.generator).to(self.model.device)
 
-    def times(self) -> dict[str, tuple[float, int]]:
-        """(seconds, count) of the trunk passes, tree steps and backups since the last call."""
-        return self.watch.read()
+    # ---- what is learnt on the way ----
+
+    def learn(self) -> None:
+        """Let the choices of sections 4.1 to 4.3 see the last outcome. Called while the target verifies, when time is free."""
+        if self.verdict is None:
+            return
+        verified_hit, hit, outcome, ranked = self.verdict
+        self.verdict = None
+        if len(ranked[0]) == 1:
+            return  # round 0 verified nothing
+        row = torch.arange(len(hit), device=ranked.device)
+        match = ranked[row, outcome.num_accepted.to(ranked.device)] == outcome.bonus[:, None].to(ranked.device)
+        rank = torch.where(match.any(1), match.long().argmax(1), ranked.shape[-1])
+        self.fan_out.observe(verified_hit, outcome.num_accepted, rank)
+        self.downweight.observe(outcome.num_accepted, hit)
+        self.backup.observe(verified_hit, outcome.num_accepted, hit)
+
+    def report(self) -> dict[str, Any]:
+        """(seconds, count) of the trunk passes, tree steps and backups since the last call, and what was learnt."""
+        return {"times": self.watch.read(), "learnt": {
+            "acceptance_rate_primary": self.fan_out.acceptance_rate(True),
+            "acceptance_rate_backup": self.fan_out.acceptance_rate(False),
+            "miss_exponent": self.fan_out.miss_exponent, "fan_out": self.fan_out.shapes[True],
+            "fan_out_after_backup": self.fan_out.shapes[False], "downweight": self.downweight.value,
+            "backup": self.backup.best, "critical_batch_size": self.backup.critical_batch_size}}
+
+
+def continue_by_look_up(text: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
+    """The `count` tokens that followed the longest earlier match of the end of `text` `[L]`, the most recent if several are as long.
+
+    A match near the end is continued into its own continuation, so a repetition goes on repeating. Without any match the
+    proposals are `count` consecutive ids: nothing is lost but the round."""
+    matches = (text[:-1] == text[-1]).nonzero().flatten()  # places of the last token of a match
+    if not len(matches):
+        return (text[-1] + 1 + torch.arange(count, device=text.device)) % vocab_size
+    length = 1
+    while True:
+        longer = matches[matches >= length]
+        longer = longer[text[longer - length] == text[-1 - length]]
+        if not len(longer):
+            break
+        matches, length = longer, length + 1
+    start = matches[-1] + 1
+    return text[start + torch.arange(count, device=text.device) % (len(text) - start)]
+
+
+class Downweight:
+    """C of Saguaro sampling (Def. 14): a number, or None to choose it from `GRID` as decoding goes.
+
+    Every C is tried for `TRIALS` verifications of a row; from then on the one with the highest Theorem 7 speed leads, by
+    means that are drawn towards the common mean as if by `PRIOR` more verifications, and that go on being updated."""
+    GRID, TRIALS, PRIOR = (1.0, 0.7, 0.4, 0.1), 24, 24
+
+    def __init__(self, value: float | None, T_p: float = 1.0, T_b: float = 0.5):
+        """T_p, T_b: one pre-speculation, one backup, in verifications."""
+        self.auto, self.value, self.T_p, self.T_b = value is None, 1.0 if value is None else value, T_p, T_b
+        self.verified = self.value  # the C under which the speculation now being verified was drawn, a round before `value`
+        self.sums = {C: torch.zeros(3) for C in self.GRID}  # verifications, tokens, hits
+
+    def observe(self, num_accepted: torch.Tensor, hit: torch.Tensor) -> None:
+        """One verification, `[B]` each: tokens accepted, and was its outcome in the cache?"""
+        if not self.auto:
+            return
+        self.sums[self.verified] += torch.tensor([len(hit), int((num_accepted + 1).sum()), int(hit.sum())])
+        self.verified = self.value
+        untried = [C for C in self.GRID if self.sums[C][0] < self.TRIALS]
+        self.value = untried[0] if untried else max(self.GRID, key=lambda C: self.speed(C, len(hit)))
+
+    def speed(self, C: float, batch_size: int) -> float:
+        count, tokens, hits = self.sums[C].tolist()
+        all_count, all_tokens, all_hits = sum(self.sums.values()).tolist()
+        tokens = (tokens + self.PRIOR * all_tokens / all_count) / (count + self.PRIOR)
+        hits = (hits + self.PRIOR * all_hits / all_count) / (count + self.PRIOR)
+        return throughput(hits, tokens, tokens, self.T_p, self.T_b, batch_size)
+
+
+class Backup:
+    """Who drafts after a miss (section 4.3): "neural", "fast", or "auto", whichever Corollary 16 predicts to be faster.
+
+    "auto" keeps running means of the hit rate and of the tokens that follow a hit, a neural and a fast backup, and changes over for
+    a gain of `HYSTERESIS`. Every `EXPLORE`th round it uses the other one, to learn about that too. The times T are measured once at
+    start-up and never again, so that for given times the choices, and with them sampled text, depend on the seed alone."""
+    HYSTERESIS, EXPLORE, PRIOR = 1.05, 16, 8
+
+    def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, T_p: float = 1.0, T_neural: float = 0.5,
+                 T_fast: float = 0.0):
+        self.auto, self.best = kind == "auto", "neural" if kind == "auto" else kind
+        self.kind = self.verified = self.best  # `verified`: who backed up the speculation now being verified, a round before
+        self.T_p, self.T = T_p, {"neural": T_neural, "fast": T_fast}
+        good, poor = expected_tokens(acceptance_rate, lookahead), expected_tokens(0.2, lookahead)
+        self.tokens = {source: torch.tensor([self.PRIOR, self.PRIOR * prior])  # speculations, tokens
+                       for source, prior in (("hit", good), ("neural", good), ("fast", poor))}
+        self.hits = torch.tensor([self.PRIOR, self.PRIOR / 2])  # outcomes, hits
+        self.rounds, self.critical_batch_size = 0, None
+
+    def observe(self, verified_hit: torch.Tensor, num_accepted: torch.Tensor, hit: torch.Tensor) -> None:
+        """One verification, `[B]` each: did its speculation come from the cache, how many tokens were accepted, is its
+        outcome in the cache?"""
+        if not self.auto:
+            return
+        for source, rows in (("hit", verified_hit), (self.verified, ~verified_hit)):
+            self.tokens[source] += torch.tensor([int(rows.sum()), int((num_accepted[rows] + 1).sum())])
+        self.hits += torch.tensor([len(hit), int(hit.sum())])
+        self.rounds += 1
+        self.verified = self.kind
+        hit_rate = float(self.hits[1] / self.hits[0])
+        mean = {source: float(tokens / count) for source, (count, tokens) in self.tokens.items()}
+        speed = {kind: throughput(hit_rate, mean["hit"], mean[kind], self.T_p, self.T[kind], len(hit)) for kind in self.T}
+        other = {"neural": "fast", "fast": "neural"}
+        if speed[other[self.best]] > self.HYSTERESIS * speed[self.best]:
+            self.best = other[self.best]
+        self.kind = other[self.best] if self.rounds % self.EXPLORE == 0 else self.best
+        b = critical_batch_size(hit_rate, mean["hit"], mean["neural"], mean["fast"], self.T_p, self.T["neural"], self.T["fast"])
+        self.critical_batch_size = b if math.isfinite(b) else None  # None: the neural backup is better at every size

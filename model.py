@@ -93,21 +93,23 @@ class CausalLM:
 
     def __init__(self, network: PreTrainedModel, vocab_size: int | None = None):
         """`vocab_size`: the V of the logits, by default the network's own; a draft is given its target's. Embeddings
-        are often padded differently within a family: what the draft has beyond V is never proposed, what it lacks has q = 0."""
+        are often padded differently within a family: what the draft has beyond V is never proposed; what it lacks has q = 0,
+        and is read as the last token that it knows."""
         self.network = network.eval()
         self.context = context_length(network.config)
         self.vocab_size = vocab_size or network.config.get_text_config().vocab_size
+        self.last_token = network.get_input_embeddings().num_embeddings - 1
         self.device = network.get_input_embeddings().weight.device
         self.dtype = network.dtype
         self.check_slots()
 
-    def allocate(self, slots: int) -> None:
-        """Start a new batch with empty KV of `slots` slots a row."""
-        window = sliding_window(self.network.config)
-        if window is not None and min(slots, self.context) > window:
-            raise UserError(f"{self.network.config._name_or_path or self.network.config.model_type} attends to a window of {window} "
-                            f"tokens, and this run may need {slots}: shorten the prompt or --max-new-tokens")
-        self.kv = KVSlots(slots)
+    def allocate(self, longest: int, spare: int = 0) -> None:
+        """Start a new batch with empty KV: slots for texts of up to `longest` tokens, and `spare` ones for speculation."""
+        window = attention_window(self.network.config)
+        if window is not None and longest > window:
+            raise UserError(f"{self.network.config.model_type} layers of this model attend to the last {window} tokens only, and this "
+                            f"run may need {longest}: shorten the prompt or --max-new-tokens")
+        self.kv = KVSlots(longest + spare)
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
@@ -118,8 +120,8 @@ class CausalLM:
         clamped to its end: such tokens are computed only to keep shapes static, and never used."""
         self.kv.aim(slots, mask.shape[-1], rows)
         output = self.network(
-            input_ids=tokens, position_ids=positions.clamp(max=self.context - 1), attention_mask=mask[:, None],
-            past_key_values=self.kv, use_cache=True, logits_to_keep=0 if logits else 1)
+            input_ids=tokens.clamp(max=self.last_token), position_ids=positions.clamp(max=self.context - 1),
+            attention_mask=mask[:, None], past_key_values=self.kv, use_cache=True, logits_to_keep=0 if logits else 1)
         return fit_vocabulary(output.logits, self.vocab_size) if logits else None
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor, rows: torch.Tensor | None = None,
@@ -140,6 +142,18 @@ class CausalLM:
         tokens = torch.tensor([prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts], device=self.device)
         for start in range(0, longest, PREFILL_CHUNK):
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start), logits=False)
+
+    def seconds_per_pass(self, rows: int, count: int, length: int) -> float:
+        """Seconds (median of 5) of a causal pass over `count` tokens in each of `rows` rows that have `length` tokens."""
+        self.allocate(length + count)
+        tokens, start = torch.zeros(rows, count, dtype=torch.long, device=self.device), torch.full((rows,), length)
+        seconds = []
+        for _ in range(7):
+            watch = Stopwatch(self.device)
+            with watch("pass"):
+                self.causal(tokens, start)
+            seconds.append(watch.read()["pass"][0])
+        return sorted(seconds[2:])[2]
 
     def check_slots(self) -> None:
         """Refuse a model that computes something else through slots than plainly: a pass over stale slots and a branch in
@@ -175,8 +189,6 @@ class CausalLM:
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
          vocab_size: int | None = None) -> CausalLM:
     """Load a checkpoint (Hub id or folder); `device` may be accelerate's "auto" to spread it over several GPUs."""
-    if config.is_encoder_decoder:
-        raise UserError(f"{path} is an encoder-decoder model; saguaro.py decodes causal language models")
     logging.disable_progress_bar()
     try:
         network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map=device)
@@ -186,15 +198,24 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have under this model, prompt included."""
-    return config.get_text_config().max_position_embeddings
+    """The most tokens a text may have under this model, prompt included. Refuses what is no decoder with a context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if config.is_encoder_decoder or context is None:
+        raise UserError(f"{config.model_type} models cannot be decoded here: a causal language model with attention over its "
+                        "whole context (max_position_embeddings) is needed")
+    return context
 
 
-def sliding_window(config: PretrainedConfig) -> int | None:
-    """The attention window in tokens, where some layers have one. A mask over slots cannot express it, so texts must fit."""
+def attention_window(config: PretrainedConfig) -> int | None:
+    """Within how many tokens some layers attend (sliding or in chunks), if any do. A mask over slots cannot express it, so texts
+    must fit."""
     config = config.get_text_config()
-    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if sliding and getattr(config, "use_sliding_window", True) else None
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if "chunked_attention" in layers:
+        return config.attention_chunk_size
+    if "sliding_attention" in layers and getattr(config, "use_sliding_window", True):
+        return getattr(config, "sliding_window", None)
+    return None
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from cache import Outcome, Speculation
-from draft_worker import DraftWorker
+from cache import Costs, FanOut, Outcome, Speculation, best_lookahead
+from draft_worker import Backup, Downweight, DraftWorker
 from model import CausalLM, UserError, context_length, load
 from sampling import logits_warper
 from target_worker import Generation, NoSpeculator, Speculator, Stats, TargetWorker, decode
@@ -40,9 +40,18 @@ TINY = Path(__file__).resolve().parent / "tiny"  # the embedded pair
 TARGET, DRAFT = 0, 1  # ranks
 ROLES = ("target", "draft")
 SMALL_DRAFT = 50_000_000  # parameters; with one GPU such a draft runs on the CPU
-TIMED = ("trunk", "step", "backup")  # the draft's kinds of work
+MEASURED = (1, 2, 4, 8, 16, 32)  # tokens a row, in the passes that "auto" settings time at start-up
+FAST_ACCEPTANCE = 0.2  # first guess of the acceptance rate of looked-up tokens
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def number_or_auto(kind: type):
+    """Command line type: "auto" or a number of type `kind`."""
+    def parse(text: str):
+        return text if text == "auto" else kind(text)
+    parse.__name__ = f"{kind.__name__} or auto"
+    return parse
 
 
 def option(default, help: str, **extra):
@@ -66,12 +75,17 @@ class Settings:
     seed: int = option(0, "same seed, same flags: same text", metavar="N")
     ignore_eos: bool = option(False, "do not stop at an end-of-sequence token")
     apply_chat_template: bool = option(False, "make each prompt a user turn of the tokenizer's chat template")
-    lookahead: int = option(5, "K, tokens drafted per round", metavar="K")
-    budget: int = option(16, "outcomes prepared for per round and row: the sum of the fan-out", metavar="N")
-    acceptance_rate: float = option(0.8, "a of Theorem 12, which shapes the fan-out", metavar="A")
-    miss_exponent: float = option(1.0, "r of the power law (Def. 11), which shapes the fan-out", metavar="R")
-    downweight: float = option(1.0, "C of Saguaro sampling (Def. 14); 1 is ordinary sampling", metavar="C")
-    backup: str = option("neural", "who drafts after a cache miss", choices=("neural",))
+    lookahead: int | str = option(5, "K, tokens drafted per round, or auto*", type=number_or_auto(int), metavar="K")
+    budget: int | str = option(16, "outcomes prepared for per round and row, the sum of the fan-out, or auto*",
+                               type=number_or_auto(int), metavar="N")
+    fan_out: str = option("auto", "shape of the cache: Theorem 12's with a and r as given (geometric) or estimated on the way (auto), "
+                          "or uniform", choices=("auto", "geometric", "uniform"))
+    acceptance_rate: float = option(0.8, "a, the acceptance rate of the draft's tokens: given, or first guess", metavar="A")
+    miss_exponent: float = option(1.0, "r of the power law of misses (Def. 11): given, or first guess", metavar="R")
+    downweight: float | str = option(1.0, "C of Saguaro sampling (Def. 14), or auto*; 1 is ordinary sampling",
+                                     type=number_or_auto(float), metavar="C")
+    backup: str = option("neural", "who drafts after a cache miss: the draft model, a look-up in the text so far, or auto*",
+                         choices=("neural", "fast", "auto"))
     no_early_outcome: bool = option(False, "the paper's plain algorithm: finish every speculation tree, even if the outcome is there")
     dtype: str = option("auto", "auto: bfloat16 on GPUs, float32 on CPU", choices=("auto", *DTYPES))
     device: str = option("auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"))
@@ -84,11 +98,11 @@ class Settings:
                 ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
                 ("top_k", self.top_k >= 0, "0 (off) or more"), ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
                 ("seed", 0 <= self.seed < 2 ** 63 - 1, "a whole number from 0 to 2^63"),
-                ("lookahead", self.lookahead >= 1, "at least 1 (--mode ar drafts nothing)"),
-                ("budget", self.budget >= 1, "at least 1"),
+                ("lookahead", self.lookahead == "auto" or self.lookahead >= 1, "auto or at least 1 (--mode ar drafts nothing)"),
+                ("budget", self.budget == "auto" or self.budget >= 1, "auto or at least 1"),
                 ("acceptance_rate", 0 <= self.acceptance_rate <= 1, "between 0 and 1"),
                 ("miss_exponent", 0 < self.miss_exponent < float("inf"), "above 0"),
-                ("downweight", 0 <= self.downweight <= 1, "between 0 and 1")):
+                ("downweight", self.downweight == "auto" or 0 <= self.downweight <= 1, "auto or between 0 and 1")):
             if not valid:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {wanted}")
         if self.prompt and self.prompts:
@@ -106,10 +120,12 @@ class Parser(argparse.ArgumentParser):
 
 def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser = Parser(description="Speculative speculative decoding: the draft prepares for the target's verdict "
-                                "while the target is still verifying.", allow_abbrev=False)
+                                "while the target is still verifying.", allow_abbrev=False,
+                    epilog="* Chosen by times measured at start-up: sampled text can then differ from machine to machine and "
+                           "from run to run; greedy text never does.")
     for f in fields(Settings):
         kind = {"action": "store_true"} if f.type is bool else {"type": f.type if f.type in (int, float) else str}
-        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind, **f.metadata)
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind | f.metadata)
     settings = Settings(**vars(parser.parse_args(arguments)))
     settings.check()
     return settings
@@ -149,7 +165,7 @@ def read_json_lines(path: Path) -> Iterator[str]:
 
 def open_model(flag: str, path: str):
     """The configuration and tokenizer of a checkpoint; nothing big is read."""
-    if (path.startswith((".", "/")) or path.count("/") != 1) and not Path(path).is_dir() and "/" in path:
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():  # no Hub id looks like that
         raise UserError(f"{flag} {path}: no such folder")
     try:
         return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -205,13 +221,13 @@ class Wire:
             dist.recv(q, DRAFT)
         return Speculation(message[:, 1:], q, message[:, 0].cpu().bool())
 
-    def send_times(self, times: dict[str, tuple[float, int]]) -> None:
-        dist.send(torch.tensor([times.get(name, (0, 0)) for name in TIMED], dtype=torch.float64), TARGET)
+    def send_report(self, report: dict[str, Any]) -> None:
+        dist.send_object_list([report], TARGET, device=torch.device("cpu"))
 
-    def receive_times(self) -> dict[str, tuple[float, int]]:
-        message = torch.empty(len(TIMED), 2, dtype=torch.float64)
-        dist.recv(message, DRAFT)
-        return {name: (seconds, int(count)) for name, (seconds, count) in zip(TIMED, message.tolist())}
+    def receive_report(self) -> dict[str, Any]:
+        report = [None]
+        dist.recv_object_list(report, DRAFT, device=torch.device("cpu"))
+        return report[0]
 
 
 class RemoteSpeculator:
@@ -228,8 +244,8 @@ class RemoteSpeculator:
         rows = int((outcome.num_accepted >= 0).sum())
         return self.wire.receive_speculation(rows) if rows else Speculation.empty(0)
 
-    def times(self) -> dict[str, tuple[float, int]]:
-        return self.wire.receive_times()
+    def report(self) -> dict[str, Any]:
+        return self.wire.receive_report()
 
 
 def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int, early_outcome: bool) -> None:
@@ -245,19 +261,19 @@ def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int
             rows = len(speculation.hit)
             if rows:
                 wire.send_speculation(speculation)
-    wire.send_times(draft.times())
+    wire.send_report(draft.report())
 
 
-class Session:
-    """One rank's view of a run: settings, prompts and devices, the same on both ranks; models are loaded on demand."""
+class Run:
+    """What both ranks know of a run: settings, prompts, devices, and, once measured, lookahead and budget."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        texts = read_prompts(settings)
+        self.texts = read_prompts(settings)
         self.target_config, self.tokenizer = open_model("--target", settings.target)
         self.context = context_length(self.target_config)
-        self.prompts = encode(self.tokenizer, texts, settings.apply_chat_template, self.context)
-        self.texts = texts
+        self.vocab_size = self.target_config.get_text_config().vocab_size
+        self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template, self.context)
         self.warper = logits_warper(settings.temperature, settings.top_k, settings.top_p)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
@@ -275,126 +291,178 @@ class Session:
                 small = AutoModelForCausalLM.from_config(self.draft_config).num_parameters() <= SMALL_DRAFT
             if small:
                 self.draft_device = torch.device("cpu")
-            elif int(os.environ.get("RANK", 0)) == TARGET:
+            elif own_rank() == TARGET:
                 print("one GPU for both models: drafting and verifying will not overlap", file=sys.stderr)
         elif self.settings.mode == "ssd" and gpus:
             self.draft_device = torch.device("cuda", gpus - 1)
         self.dtype = DTYPES.get(self.settings.dtype, torch.bfloat16 if gpus else torch.float32)
 
-    def batches(self) -> Iterator[list[list[int]]]:
-        size = self.settings.batch_size
-        return (self.prompts[start:start + size] for start in range(0, len(self.prompts), size))
-
-    def load_target(self) -> TargetWorker:
-        model = load(self.settings.target, self.target_config, self.dtype, self.target_device)
-        return TargetWorker(model, self.warper, self.settings.seed)
-
-    def load_draft(self) -> DraftWorker:
-        s = self.settings
-        vocab_size = self.target_config.get_text_config().vocab_size
-        model = load(s.draft, self.draft_config, self.dtype, self.draft_device, vocab_size)
-        return DraftWorker(model, self.warper, s.seed + 1, s.lookahead, s.budget, s.acceptance_rate, s.miss_exponent,
-                           s.downweight)
-
-    def wire(self) -> Wire:
-        """Join the other rank. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
+    def join(self) -> None:
+        """Meet the other rank. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
+        own = self.draft_device if own_rank() == DRAFT else self.target_device
         apart = self.target_device.type == self.draft_device.type == "cuda" and self.target_device != self.draft_device
-        own = self.draft_device if dist_rank() == DRAFT else self.target_device
+        self.wire_device = own if apart else torch.device("cpu")
         if apart:
             torch.cuda.set_device(own)
         dist.init_process_group("cpu:gloo,cuda:nccl" if apart else "gloo", timeout=timedelta(minutes=10),
                                 device_id=own if apart else None)
+
+    def load_target(self) -> CausalLM:
+        return load(self.settings.target, self.target_config, self.dtype, self.target_device)
+
+    def load_draft(self) -> CausalLM:
+        return load(self.settings.draft, self.draft_config, self.dtype, self.draft_device, self.vocab_size)
+
+    def tune(self, target: CausalLM | None, draft: CausalLM | None) -> None:
+        """Fix lookahead and budget; where something is "auto", after measuring the models. A rank has only its own model: what it
+        measures it tells the other."""
+        s = self.settings
+        self.lookahead, self.budget = s.lookahead, s.budget
+        self.times = {"T_p": 1.0, "T_b": 0.5}
+        if "auto" not in (s.lookahead, s.budget, s.downweight, s.backup):
+            return
+        rows = min(s.batch_size, len(self.prompts))
+        length = min(max(map(len, self.prompts)) + s.max_new_tokens // 2, self.context - max(MEASURED))
+        if own_rank() == TARGET:
+            print("measuring both models ...", end=" ", file=sys.stderr, flush=True)
+        costs = [model and {n: model.seconds_per_pass(rows, n, length) for n in MEASURED} for model in (target, draft)]
+        if s.mode == "ssd":
+            both = [None, None]
+            dist.all_gather_object(both, costs[own_rank()])
+            costs = both
+        costs = Costs(*costs)
+        lookaheads = range(1, 9) if s.lookahead == "auto" else [s.lookahead]
+        budgets = (4, 8, 12, 16, 24, 32) if s.budget == "auto" else [s.budget]
+        self.lookahead, self.budget = best_lookahead(costs, lookaheads, budgets, s.acceptance_rate, s.miss_exponent, rows)
+        self.times = {"T_p": costs.T_p(self.lookahead, self.budget), "T_b": costs.T_b(self.lookahead)}
+        if own_rank() == TARGET:
+            print(f"lookahead {self.lookahead}, budget {self.budget}: one verification takes "
+                  f"{1000 * costs.verify(self.lookahead):.1f} ms, T_p {self.times['T_p']:.2f}, T_b {self.times['T_b']:.2f}",
+                  file=sys.stderr)
+
+    def draft_worker(self, model: CausalLM) -> DraftWorker:
+        s = self.settings
+        fast_rate = s.acceptance_rate if s.backup == "neural" else FAST_ACCEPTANCE
+        fan_out = FanOut(s.fan_out, self.budget, self.lookahead, s.acceptance_rate, fast_rate, s.miss_exponent)
+        auto_downweight = s.downweight == "auto" and self.warper is not None
+        downweight = Downweight(None if auto_downweight else 1.0 if s.downweight == "auto" else s.downweight, **self.times)
+        backup = Backup(s.backup, self.lookahead, s.acceptance_rate, self.times["T_p"], self.times["T_b"])
+        return DraftWorker(model, self.warper, s.seed + 1, self.lookahead, fan_out, downweight, backup)
+
+    def wire(self) -> Wire:
         q_dtype = None if self.warper is None else torch.promote_types(self.dtype, torch.float32)
-        return Wire(own if apart else torch.device("cpu"), self.settings.lookahead,
-                    self.target_config.get_text_config().vocab_size, q_dtype)
+        return Wire(self.wire_device, self.lookahead, self.vocab_size, q_dtype)
+
+    def batches(self) -> Iterator[list[list[int]]]:
+        size = self.settings.batch_size
+        return (self.prompts[start:start + size] for start in range(0, len(self.prompts), size))
 
 
-def dist_rank() -> int:
+def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def run_target(session: Session, wire: Wire | None) -> None:
+def run_target(run: Run) -> None:
     """Rank 0: decode all prompts, show what comes out, write --json."""
-    s = session.settings
-    target = session.load_target()
-    speculator: Speculator = {"ar": NoSpeculator, "sd": session.load_draft, "ssd": lambda: RemoteSpeculator(wire)}[s.mode]()
-    lookahead = 0 if s.mode == "ar" else s.lookahead
-    eos = [] if s.ignore_eos else target.model.eos_tokens
+    s = run.settings
+    target = run.load_target()
+    draft = run.load_draft() if s.mode == "sd" else None
+    speculator: Speculator = NoSpeculator()
+    lookahead = 0
+    if s.mode != "ar":
+        run.tune(target, draft)
+        lookahead = run.lookahead
+        speculator = run.draft_worker(draft) if draft else RemoteSpeculator(run.wire())
+    worker = TargetWorker(target, run.warper, s.seed)
+    eos = [] if s.ignore_eos else target.eos_tokens
     stats, generations = Stats(), []
-    with Display(session) as display:
-        for batch in session.batches():
-            generations += decode(target, speculator, batch, s.max_new_tokens, lookahead, eos, stats, display.show)
+    display = Display(run)
+    for batch in run.batches():
+        generations += decode(worker, speculator, batch, s.max_new_tokens, lookahead, eos, stats, display.show)
     summary = stats.summary(lookahead)
-    display.report(generations, summary)
+    display.finish(generations, summary)
     if s.json:
-        outputs = [{"prompt": text, "text": session.tokenizer.decode(g.tokens, skip_special_tokens=True),
-                    "tokens": g.tokens, "finish_reason": g.finish_reason} for text, g in zip(session.texts, generations)]
+        outputs = [{"prompt": text, "text": run.tokenizer.decode(g.tokens, skip_special_tokens=True),
+                    "tokens": g.tokens, "finish_reason": g.finish_reason} for text, g in zip(run.texts, generations)]
         Path(s.json).write_text(json.dumps({"config": asdict(s), "outputs": outputs, "stats": summary}, indent=1) + "\n",
                                 encoding="utf-8")
 
 
-def run_draft(session: Session, wire: Wire) -> None:
+def run_draft(run: Run) -> None:
     """Rank 1: draft for every batch that rank 0 decodes."""
-    draft = session.load_draft()
-    for batch in session.batches():
-        longest = max(min(len(prompt) + session.settings.max_new_tokens, session.context) for prompt in batch)
-        serve(draft, wire, batch, longest, not session.settings.no_early_outcome)
+    model = run.load_draft()
+    run.tune(None, model)
+    draft, wire = run.draft_worker(model), run.wire()
+    for batch in run.batches():
+        longest = max(min(len(prompt) + run.settings.max_new_tokens, run.context) for prompt in batch)
+        serve(draft, wire, batch, longest, not run.settings.no_early_outcome)
+
+
+REPORT = (
+    ("tokens_per_second", "tokens per second", ".1f", "decoding only, prefill apart"),
+    ("tokens_per_round", "tokens per round", ".2f", "of a row: accepted tokens and the bonus token"),
+    ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, judged one by one"),
+    ("hit_rate", "cache hit rate", ".2f", "outcomes found in the speculation cache"),
+    ("verifier_utilisation", "verifier utilisation", ".2f", "time spent verifying / wall time"),
+    ("T_p", "T_p", ".2f", "one pre-speculation, in verifications: hidden while below 1"),
+    ("T_b", "T_b", ".2f", "one backup speculation, in verifications"),
+)
 
 
 class Display:
     """Rank 0's screen: one prompt is streamed as it is verified; of several, a progress bar, then the texts."""
 
-    def __init__(self, session: Session):
-        self.tokenizer, self.texts, self.settings = session.tokenizer, session.texts, session.settings
+    def __init__(self, run: Run):
+        self.tokenizer, self.texts, self.settings = run.tokenizer, run.texts, run.settings
         self.bar = self.streamer = None
-
-    def __enter__(self) -> "Display":
         if len(self.texts) > 1:
             self.bar = tqdm(total=len(self.texts) * self.settings.max_new_tokens, unit="token")
         else:
             print(self.texts[0], end="", flush=True)
             self.streamer = TextStreamer(self.tokenizer, skip_special_tokens=True)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
     def show(self, index: int, new: list[int]) -> None:
+        """New tokens of prompt `index`, just verified."""
         if self.bar is not None:
             self.bar.update(len(new))
         else:
             self.streamer.put(torch.tensor(new))
 
-    def report(self, generations: list[Generation], summary: dict[str, float | None]) -> None:
-        if self.streamer:
+    def finish(self, generations: list[Generation], summary: dict[str, Any]) -> None:
+        """The rest of the texts, and the summary."""
+        if self.bar is None:
             self.streamer.end()
-        elif not self.settings.json:
+        else:
+            self.bar.close()
             for number, (text, generation) in enumerate(zip(self.texts, generations), start=1):
                 print(f"\n----- prompt {number} -----\n{text}{self.tokenizer.decode(generation.tokens, skip_special_tokens=True)}")
         full = sum(generation.finish_reason == "context" for generation in generations)
         if full:
             print(f"\n{full} of {len(generations)} texts ended at the target's context limit")
         print(f"\n{summary['tokens']} tokens with {self.settings.mode}:")
-        for name, form, meaning in REPORT:
+        for name, title, form, meaning in REPORT:
             if summary[name] is not None:
-                print(f"  {name.replace('_', ' '):22}{summary[name]:{form}}  {meaning}")
+                print(f"  {title:21}{summary[name]:7{form}}   {meaning}")
+        if self.settings.mode == "ssd":
+            self.tell_choices(summary)
+        if self.settings.downweight != 1 and self.settings.temperature == 0:
+            print("  --downweight has no effect on greedy decoding")
 
-
-REPORT = (
-    ("tokens_per_second", "8.1f", "decoding only, prefill apart"),
-    ("tokens_per_round", "8.2f", "of a row: accepted tokens and the bonus token"),
-    ("acceptance_rate", "8.2f", "of drafted tokens, one by one"),
-    ("hit_rate", "8.2f", "outcomes found in the speculation cache"),
-    ("verifier_utilisation", "8.2f", "time spent verifying / wall time"),
-    ("T_p", "8.2f", "one pre-speculation, in verifications; hidden while below 1"),
-    ("T_b", "8.2f", "one backup speculation, in verifications"),
-)
+    def tell_choices(self, summary: dict[str, Any]) -> None:
+        """What the draft settled on (section 4)."""
+        print("  fan-out              {fan_out} after a hit, {fan_out_after_backup} after a backup, for\n"
+              "                       a = {acceptance_rate_primary:.2f} and {acceptance_rate_backup:.2f}, r = {miss_exponent:.2f}; "
+              "C = {downweight}, {backup} backup".format(**summary))
+        if self.settings.backup == "auto":
+            b = summary["critical_batch_size"]
+            print(f"  critical batch size  {'none: the neural backup is better at every size' if b is None else f'{b:7.1f}'}")
+        if (summary["T_p"] or 0) > 1:
+            print("  T_p is above 1, so the target waits for the draft: a smaller --lookahead or --budget may be faster")
 
 
 @record
 def main() -> None:
-    rank, world = dist_rank(), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world = own_rank(), int(os.environ.get("WORLD_SIZE", 1))
     try:
         settings = parse_settings()
         ranks = 2 if settings.mode == "ssd" else 1
@@ -405,26 +473,27 @@ def main() -> None:
             sys.exit(launch(ranks))
         if rank >= ranks:
             return  # only ssd needs a second process
-        session = Session(settings)
+        run = Run(settings)
     except UserError as problem:
         complain(problem, only_rank=TARGET)
     try:
         torch.set_num_threads(threads(settings.mode, rank))
-        wire = session.wire() if settings.mode == "ssd" else None
-        run_target(session, wire) if rank == TARGET else run_draft(session, wire)
+        if settings.mode == "ssd":
+            run.join()
+        run_target(run) if rank == TARGET else run_draft(run)
     except UserError as problem:
         complain(problem)
     except (RuntimeError, dist.DistBackendError) as problem:
         if "Connection closed by peer" not in str(problem) and "reset by peer" not in str(problem):
             raise
         sys.exit(f"rank {rank} ({ROLES[rank]}) stops: the other rank is gone")
-    if wire:
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def complain(problem: UserError, only_rank: int | None = None) -> None:
     """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the time."""
-    if only_rank is None or dist_rank() == only_rank:
+    if only_rank is None or own_rank() == only_rank:
         print(f"saguaro.py: error: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)

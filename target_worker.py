@@ -12,7 +12,7 @@ worker, called in the same process, makes it speculative decoding; a proxy for t
 """
 import time
 from dataclasses import dataclass, field
-from typing import Callable, Protocol
+from typing import Any, Callable, Protocol
 
 import torch
 
@@ -30,9 +30,10 @@ class TargetWorker:
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
 
-    def prefill(self, prompts: list[list[int]], slots: int) -> Outcome:
-        """Round 0: read the prompts (token ids, none empty) into fresh KV of `slots` slots, and verify an empty speculation."""
-        self.model.allocate(slots)
+    def prefill(self, prompts: list[list[int]], longest: int, lookahead: int) -> Outcome:
+        """Round 0: read the prompts (token ids, none empty) of texts that will have at most `longest` tokens, and verify an
+        empty speculation; later ones have at most `lookahead` tokens."""
+        self.model.allocate(longest, spare=lookahead)
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens, the last not yet in the KV
         self.last = torch.tensor([prompt[-1:] for prompt in prompts], device=self.model.device)  # [B, 1]
@@ -67,8 +68,8 @@ class Speculator(Protocol):
     def speculate(self, outcome: Outcome) -> Speculation:
         """The speculation that follows an outcome, for the rows whose `num_accepted` is not negative."""
 
-    def times(self) -> dict[str, tuple[float, int]]:
-        """(seconds, count) of "trunk", "step" and "backup" passes since the last call."""
+    def report(self) -> dict[str, Any]:
+        """"times": (seconds, count) of "trunk", "step" and "backup" passes since the last call; "learnt": see the draft worker."""
 
 
 class NoSpeculator:
@@ -80,8 +81,8 @@ class NoSpeculator:
     def speculate(self, outcome: Outcome) -> Speculation:
         return Speculation.empty(int((outcome.num_accepted >= 0).sum()))
 
-    def times(self) -> dict[str, tuple[float, int]]:
-        return {}
+    def report(self) -> dict[str, Any]:
+        return {"times": {}, "learnt": {}}
 
 
 @dataclass
@@ -116,6 +117,7 @@ class Stats:
     rejected: int = 0           # rejections: at most one per row and round
     hits: int = 0
     times: dict[str, tuple[float, int]] = field(default_factory=dict)  # (seconds, count) by kind of work
+    learnt: dict[str, Any] = field(default_factory=dict)  # the draft's estimates and choices after the last batch
 
     def count_round(self, speculation: Speculation, outcome: Outcome) -> None:
         lookahead = speculation.tokens.shape[1]
@@ -134,7 +136,7 @@ class Stats:
         seconds, count = self.times.get(name, (0.0, 0))
         return seconds / count if count else None
 
-    def summary(self, lookahead: int) -> dict[str, float | None]:
+    def summary(self, lookahead: int) -> dict[str, Any]:
         """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's geometric model; T_p (one
         pre-speculation: a trunk pass and K tree steps) and T_b (one backup) are in units of one verification."""
         decoded = self.tokens - self.prefill_tokens
@@ -156,6 +158,7 @@ class Stats:
             "T_p": ratio(trunk + lookahead * step, verify) if trunk and step else None,
             "T_b": ratio(backup, verify),
             "prefill_seconds": self.prefill_seconds,
+            **self.learnt,
         }
 
 
@@ -174,7 +177,7 @@ def decode(target: TargetWorker, speculator: Speculator, prompts: list[list[int]
     started = time.perf_counter()
     speculator.start(prompts, longest)
     speculation = Speculation.empty(len(prompts))
-    outcome = target.prefill(prompts, slots=longest + lookahead)
+    outcome = target.prefill(prompts, longest, lookahead)
     stats.prefill_seconds += time.perf_counter() - started
     stats.prefill_tokens += len(prompts)
     target.watch.read()
@@ -199,5 +202,7 @@ def decode(target: TargetWorker, speculator: Speculator, prompts: list[list[int]
         stats.count_round(speculation, outcome)
     stats.seconds += time.perf_counter() - started
     stats.add_times(target.watch.read())
-    stats.add_times(speculator.times())
+    report = speculator.report()
+    stats.add_times(report["times"])
+    stats.learnt = report["learnt"]
     return generations
