@@ -1,13 +1,13 @@
 """The speculation cache: which outcomes to prepare for, and the speculations prepared (sections 2 and 4.1).
 
-A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus token t* (section 2).
-The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow each. Its shape is the
+A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus token t* (section
+2). The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow each. Its shape is the
 fan-out F_0..F_K: F_k bonus tokens are guessed for "k accepted", sum_k F_k = budget. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
-and the bonus token escapes the draft's top F guesses with probability proportional to F^-r (Def. 11, the power law). Then
-the best shape is a capped geometric series (Thm. 12):
+and the bonus token escapes the draft's top F guesses with probability proportional to F^-r (Def. 11, the power
+law). Then the best shape is a capped geometric series (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
@@ -47,9 +47,10 @@ def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[floa
 def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float, miss_exponent: float) -> list[int]:
     """F_0..F_K: the integers of sum `budget` that minimise the miss probability sum_k P(k) F_k^-r (Thm. 12).
 
-    Guess by guess, each goes where it lowers the sum most; for convex terms this greedy choice is optimal, and it is Theorem
-    12's closed form wherever that is integral. The power law says nothing of F = 0; we let the first guess
-    halve the miss rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest k first."""
+    Guess by guess, each goes where it lowers the sum most; for convex terms this greedy choice is optimal, and it
+    is Theorem 12's closed form wherever that is integral. The power law says nothing of F = 0; we let the first
+    guess halve the miss rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest k
+    first."""
     likelihood = acceptance_distribution(acceptance_rate, lookahead)
 
     def gain(k: int, fan_out: int) -> float:
@@ -71,11 +72,13 @@ def uniform_fan_out(budget: int, lookahead: int) -> list[int]:
 
 
 class FanOut:
-    """The cache's shape: one for rounds that verify the primary's speculation, one for the backup's (F^b, section 4.1).
+    """The cache's shape: one for rounds that verify the primary's speculation, one for the backup's (F^b, section
+    4.1).
 
-    `policy` is "uniform", "geometric" (Theorem 12 with the given a and r) or "auto": Theorem 12 with a and r estimated as decoding
-    goes. a comes from counts of accepted and rejected tokens, apart for primary and backup; r from the rank at which bonus tokens
-    stood among the draft's guesses, as the slope of log miss rate against log F. What is given is the prior, worth `PRIOR` observations."""
+    `policy` is "uniform", "geometric" (Theorem 12 with the given a and r) or "auto": Theorem 12 with a and r
+    estimated as decoding goes. a comes from counts of accepted and rejected tokens, apart for primary and backup; r
+    from the rank at which bonus tokens stood among the draft's guesses, as the slope of log miss rate against log
+    F. What is given is the prior, worth `PRIOR` observations."""
     PRIOR = 10
 
     def __init__(self, policy: str, budget: int, lookahead: int, acceptance_rate: float, backup_acceptance_rate: float,
@@ -90,8 +93,9 @@ class FanOut:
         self.reshape()
 
     def observe(self, hit: torch.Tensor, num_accepted: torch.Tensor, rank: torch.Tensor) -> None:
-        """What one verification showed, each `[B]`: was its speculation the primary's, how many of its tokens were accepted, and the
-        rank of the bonus token among the draft's guesses at that position (from 0; `budget` or more: beyond all)."""
+        """What one verification showed, each `[B]`: was its speculation the primary's, how many of its tokens were
+        accepted, and the rank of the bonus token among the draft's guesses at that position (from 0; `budget` or
+        more: beyond all)."""
         for source, k in zip(hit.tolist(), num_accepted.tolist()):
             self.accepted[source] += k
             self.judged[source] += min(k + 1, self.lookahead)
@@ -122,8 +126,8 @@ class FanOut:
 
 
 def fit_power_law(miss_rates: torch.Tensor) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11): minus the least-squares slope of log miss rate `[n]` against log F, F = 1..n.
-    Kept within 0.1 and 10; with fewer than two misses to fit, 1."""
+    """The r of miss(F) proportional to F^-r (Def. 11): minus the least-squares slope of log miss rate `[n]` against
+    log F, F = 1..n. Kept within 0.1 and 10; with fewer than two misses to fit, 1."""
     fan_out = torch.arange(1, len(miss_rates) + 1)[miss_rates > 0].double().log()
     miss = miss_rates[miss_rates > 0].double().log()
     if len(miss) < 2:
@@ -135,17 +139,20 @@ def fit_power_law(miss_rates: torch.Tensor) -> float:
 def rank_guesses(logits: torch.Tensor, drafted: torch.Tensor, depth: int) -> torch.Tensor:
     """The draft's candidates for the bonus token at every position, likeliest first: `[B, K+1, depth]`.
 
-    logits `[B, K+1, V]`: the draft's own, before each drafted token and after the last; drafted `[B, K]`. The drafted token
-    s_{k+1} cannot be the bonus token after a rejection (p < q there), so it comes last for k < K. `depth` is capped at V."""
+    logits `[B, K+1, V]`: the draft's own, before each drafted token and after the last; drafted `[B, K]`. The
+    drafted token s_{k+1} cannot be the bonus token after a rejection (p < q there), so it comes last for k < K.
+    `depth` is capped at V."""
     logits = logits.clone()
     logits[:, :drafted.shape[1]].scatter_(-1, drafted.unsqueeze(-1), -torch.inf)
     return logits.topk(min(depth, logits.shape[-1])).indices
 
 
 def choose_guesses(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
-    """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B, budget]`.
+    """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B,
+    budget]`.
 
-    ranked: see `rank_guesses`; fan_out `[B, K+1]`, every row of sum `budget`. Where F_k exceeds the candidates the last is repeated."""
+    ranked: see `rank_guesses`; fan_out `[B, K+1]`, every row of sum `budget`. Where F_k exceeds the candidates the
+    last is repeated."""
     rows, positions = fan_out.shape
     k = torch.arange(positions).repeat(rows).repeat_interleave(fan_out.flatten()).view(rows, -1)
     first = (fan_out.cumsum(1) - fan_out).gather(1, k)  # the branch at which the guesses for the same k begin
@@ -156,13 +163,15 @@ def choose_guesses(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
 
 @dataclass
 class SpeculationCache:
-    """S^T (Def. 4): for every row n = `budget` guessed outcomes, and the speculation prepared for each, token by token."""
+    """S^T (Def. 4): for every row n = `budget` guessed outcomes, and the speculation prepared for each, token by
+    token."""
     guesses: Outcome                                          # num_accepted, bonus: [B, n]
     tokens: list[torch.Tensor] = field(default_factory=list)  # one [B, n] for each of the K drafted tokens
     q: list[torch.Tensor] = field(default_factory=list)       # likewise [B, n, V]; stays empty when greedy
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which guess is the outcome? `(hit [B] in host memory, branch [B])`; branch means nothing where hit is False."""
+        """Which guess is the outcome? `(hit [B] in host memory, branch [B])`; branch means nothing where hit is
+        False."""
         device = self.guesses.bonus.device
         match = ((self.guesses.num_accepted == outcome.num_accepted.to(device)[:, None])
                  & (self.guesses.bonus == outcome.bonus.to(device)[:, None]))
@@ -186,23 +195,27 @@ class SpeculationCache:
         def pick(field: torch.Tensor) -> torch.Tensor:
             return field[row, branch][:, None]
 
-        return SpeculationCache(Outcome(*map(pick, self.guesses)), list(map(pick, self.tokens)), list(map(pick, self.q)))
+        return SpeculationCache(Outcome(*map(pick, self.guesses)), list(map(pick, self.tokens)),
+                                list(map(pick, self.q)))
 
-# What a cache is worth. Times are in units of one verification; all of it is for the reader, the bench and the "auto" settings.
+
+# ---- what a cache is worth: for the reader and for the "auto" settings; times in units of one verification ----
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     """E(a, K) = (1 - a^(K+1)) / (1 - a): tokens per round, accepted ones and the bonus token (section 1)."""
     return sum(acceptance_rate ** k for k in range(lookahead + 1))
 
 
-def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float, miss_of_one: float = 0.5) -> float:
+def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float,
+                       miss_of_one: float = 0.5) -> float:
     """Probability that the outcome is in a cache of shape F_0..F_K when F guesses miss with probability
     `miss_of_one` F^-r (Def. 11), and none miss always."""
     likelihood = acceptance_distribution(acceptance_rate, len(fan_out) - 1)
     return sum(p * (1 - miss_of_one * f ** -miss_exponent) for p, f in zip(likelihood, fan_out) if f)
 
 
-def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: float, T_b: float, batch_size: int = 1) -> float:
+def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: float, T_b: float,
+               batch_size: float = 1) -> float:
     """Tokens per row and verification time of SSD at batch size b (Cor. 16):
 
         (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b) (1 + T_b)).
@@ -217,8 +230,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
                         T_neural: float, T_fast: float) -> float:
     """b* (Thm. 17): the neural backup has the higher `throughput` below this batch size, the fast one above.
 
-    0 if the fast backup is better at every size, infinity if the neural is. `tokens_*`: expected tokens of the round that
-    follows a hit, a neural and a fast backup."""
+    0 if the fast backup is better at every size, infinity if the neural is. `tokens_*`: expected tokens of the
+    round that follows a hit, a neural and a fast backup."""
     neural, fast = (hit_rate * tokens_hit + (1 - hit_rate) * tokens for tokens in (tokens_neural, tokens_fast))
     at_once = max(1.0, T_p)
     # neural wins iff gain(x) > 0 for x = p^b, which falls from 1 (b = 0) to 0 (b = infinity); gain is linear in x
@@ -232,7 +245,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 class Costs(NamedTuple):
-    """Seconds of a pass of the target or the draft over n tokens a row, measured at some n for the batch size at hand."""
+    """Seconds of a pass of the target or the draft over n tokens a row, measured at some n for the batch size at
+    hand."""
     target: dict[int, float]
     draft: dict[int, float]
 
@@ -249,7 +263,8 @@ class Costs(NamedTuple):
 
     def T_p(self, lookahead: int, budget: int) -> float:
         """One pre-speculation, in verifications: a trunk pass and K tree steps."""
-        return (self.seconds(self.draft, lookahead + 1) + lookahead * self.seconds(self.draft, budget)) / self.verify(lookahead)
+        trunk, step = self.seconds(self.draft, lookahead + 1), self.seconds(self.draft, budget)
+        return (trunk + lookahead * step) / self.verify(lookahead)
 
     def T_b(self, lookahead: int) -> float:
         """One neural backup, in verifications: K draft passes."""
@@ -258,7 +273,8 @@ class Costs(NamedTuple):
 
 def best_lookahead(costs: Costs, lookaheads: Iterable[int], budgets: Iterable[int], acceptance_rate: float,
                    miss_exponent: float, batch_size: int) -> tuple[int, int]:
-    """(K, budget) of the highest tokens per second by Theorem 7 under T_p <= 1, or of the lowest T_p if none is so low."""
+    """(K, budget) of the highest tokens per second by Theorem 7 under T_p <= 1, or of the lowest T_p if none is so
+    low."""
     def speed(lookahead: int, budget: int) -> tuple[bool, float]:
         T_p, T_b = costs.T_p(lookahead, budget), costs.T_b(lookahead)
         if T_p > 1:

@@ -30,7 +30,7 @@ class Tree:
     positions: torch.Tensor  # [B, n] of the first token of each branch, the guessed bonus token
     slots: torch.Tensor      # [B, n] scratch slot of that token; `stride` further for every step
     stride: int
-    mask: torch.Tensor       # [B, n, slots in use by the whole tree], additive: the trunk up to the fork, and own ancestors
+    mask: torch.Tensor       # [B, n, slots of the whole tree], additive: the trunk up to the fork, and own ancestors
     coins: torch.Tensor      # [B, n, K]
 
     def only(self, branch: torch.Tensor) -> "Tree":
@@ -52,14 +52,14 @@ class DraftWorker:
         self.watch = Stopwatch(model.device)
 
     def start(self, prompts: list[list[int]], longest: int) -> None:
-        """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0 verifies an empty speculation."""
+        """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0 verifies an empty
+        speculation."""
         self.model.allocate(longest, spare=self.lookahead * (1 + self.fan_out.budget))
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
-        self.text = torch.zeros(len(prompts), longest + self.lookahead + 1, dtype=torch.long)  # [B, >= length] those tokens
-        for row, prompt in enumerate(prompts):
-            self.text[row, :len(prompt)] = torch.tensor(prompt)
-        self.text = self.text.to(self.model.device)
+        width = longest + self.lookahead + 1
+        self.text = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts],
+                                 device=self.model.device)  # [B, width] those tokens, and room
         self.drafted = self.text[:, :0]  # [B, K] the tokens being verified
         self.hit = torch.ones(len(prompts), dtype=torch.bool)  # [B] did they come from the cache?
         self.cache: SpeculationCache | None = None
@@ -70,8 +70,9 @@ class DraftWorker:
         outcome = self.advance(outcome)
         if not len(outcome.bonus):
             return Speculation.empty(0)
-        hit, branch = self.cache.look_up(outcome) if self.cache else (torch.zeros(len(outcome.bonus), dtype=torch.bool), None)
+        hit = torch.zeros(len(outcome.bonus), dtype=torch.bool)
         if self.cache:
+            hit, branch = self.cache.look_up(outcome)
             self.verdict = self.hit, hit, outcome, self.ranked
         if hit.all():
             tokens, q = self.cache.take(branch)
@@ -87,8 +88,8 @@ class DraftWorker:
         return Speculation(tokens, q, hit)
 
     def advance(self, outcome: Outcome) -> Outcome:
-        """Move to the end of the verified text: s_1..s_k and t* join it. Rows that have finished are dropped, from the
-        returned outcome too."""
+        """Move to the end of the verified text: s_1..s_k and t* join it. Rows that have finished are dropped, from
+        the returned outcome too."""
         going_on = outcome.num_accepted >= 0
         if not going_on.all():
             self.keep(going_on)
@@ -96,8 +97,9 @@ class DraftWorker:
         device = self.model.device
         places = self.length[:, None] + torch.arange(self.drafted.shape[1])
         self.text.scatter_(1, places.to(device), self.drafted)
-        self.text.scatter_(1, (self.length + outcome.num_accepted)[:, None].to(device), outcome.bonus[:, None].to(device))
-        self.length = self.length + outcome.num_accepted + 1
+        end = self.length + outcome.num_accepted
+        self.text.scatter_(1, end[:, None].to(device), outcome.bonus[:, None].to(device))
+        self.length = end + 1
         return outcome
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -109,8 +111,9 @@ class DraftWorker:
             self.cache, self.ranked = self.cache.keep(rows), self.ranked[rows]
 
     def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn from.
-        `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position that verifies it (Def. 14)."""
+        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn
+        from. `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position that verifies
+        it (Def. 14)."""
         q = sampling.probabilities(logits, self.warper)
         if self.warper is not None:
             q = sampling.saguaro_distribution(q, fan_out, self.downweight.value)
@@ -125,8 +128,8 @@ class DraftWorker:
             return self.fast_backup(rows) if self.backup.kind == "fast" else self.neural_backup(rows)
 
     def neural_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The draft model, one pass per token. The first pass takes the last two verified tokens: if all K tokens of a neural
-        backup were accepted and no trunk pass followed, the KV of the last but one is missing."""
+        """The draft model, one pass per token. The first pass takes the last two verified tokens: if all K tokens
+        of a neural backup were accepted and no trunk pass followed, the KV of the last but one is missing."""
         length = self.length[rows.cpu()]
         coins = self.coins(len(rows), self.lookahead)
         shape = self.fan_out.shapes[False]
@@ -145,20 +148,22 @@ class DraftWorker:
 
     def fast_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Prompt look-up in each row's own text: point-mass proposals, q = 1 on the token, and no model."""
-        tokens = torch.stack([continue_by_look_up(self.text[row, :self.length[row]], self.lookahead, self.model.vocab_size)
-                              for row in rows.tolist()])
+        texts = (self.text[row, :self.length[row]] for row in rows.tolist())
+        tokens = torch.stack([continue_by_look_up(text, self.lookahead, self.model.vocab_size) for text in texts])
         if self.warper is None:
             return tokens, None
         dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return tokens, sampling.point_mass(tokens, torch.empty(self.model.vocab_size, dtype=dtype, device=tokens.device))
+        like = torch.empty(self.model.vocab_size, dtype=dtype, device=tokens.device)
+        return tokens, sampling.point_mass(tokens, like)
 
     # ---- pre-speculation, while the target verifies ----
 
     def pre_speculate(self, peek: Callable[[], Outcome | None] = lambda: None) -> None:
         """Fill the speculation cache while the target verifies.
 
-        The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there already. All guesses are known
-        after the trunk pass, so from then on nothing but the winning branch is worth growing, and after a miss, nothing."""
+        The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there already. All guesses
+        are known after the trunk pass, so from then on nothing but the winning branch is worth growing, and after a
+        miss, nothing."""
         self.learn()
         with self.watch("trunk"):
             tree = self.plant()
@@ -173,8 +178,8 @@ class DraftWorker:
                 self.grow(tree)
 
     def plant(self) -> Tree:
-        """The trunk pass: put the speculation under verification into the KV, guess its outcomes, and make room for a branch for
-        each in scratch slots above the trunk."""
+        """The trunk pass: put the speculation under verification into the KV, guess its outcomes, and make room for
+        a branch for each in scratch slots above the trunk."""
         device, rows, lookahead = self.model.device, len(self.text), self.drafted.shape[1]
         last = self.text.gather(1, (self.length - 1)[:, None].to(device))
         logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
@@ -196,7 +201,8 @@ class DraftWorker:
         step = len(self.cache.tokens)
         tokens = self.cache.tokens[-1] if step else self.cache.guesses.bonus
         seen = tree.mask.shape[-1] - (self.lookahead - step - 1) * tree.stride  # scratch slots of later steps are empty
-        logits = self.model.forward(tokens, tree.positions + step, tree.slots + step * tree.stride, tree.mask[..., :seen])
+        logits = self.model.forward(tokens, tree.positions + step, tree.slots + step * tree.stride,
+                                    tree.mask[..., :seen])
         tokens, q = self.draw(logits, tree.coins[..., step], self.fan_out.shapes[True][step])
         self.cache.tokens.append(tokens)
         if self.warper is not None:
@@ -209,7 +215,8 @@ class DraftWorker:
     # ---- what is learnt on the way ----
 
     def learn(self) -> None:
-        """Let the choices of sections 4.1 to 4.3 see the last outcome. Called while the target verifies, when time is free."""
+        """Let the choices of sections 4.1 to 4.3 see the last outcome. Called while the target verifies, when time
+        is free."""
         if self.verdict is None:
             return
         verified_hit, hit, outcome, ranked = self.verdict
@@ -234,10 +241,11 @@ class DraftWorker:
 
 
 def continue_by_look_up(text: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
-    """The `count` tokens that followed the longest earlier match of the end of `text` `[L]`, the most recent if several are as long.
+    """The `count` tokens that followed the longest earlier match of the end of `text` `[L]`, the most recent if
+    several are as long.
 
-    A match near the end is continued into its own continuation, so a repetition goes on repeating. Without any match the
-    proposals are `count` consecutive ids: nothing is lost but the round."""
+    A match near the end is continued into its own continuation, so a repetition goes on repeating. Without any
+    match the proposals are `count` consecutive ids: nothing is lost but the round."""
     matches = (text[:-1] == text[-1]).nonzero().flatten()  # places of the last token of a match
     if not len(matches):
         return (text[-1] + 1 + torch.arange(count, device=text.device)) % vocab_size
@@ -255,14 +263,15 @@ def continue_by_look_up(text: torch.Tensor, count: int, vocab_size: int) -> torc
 class Downweight:
     """C of Saguaro sampling (Def. 14): a number, or None to choose it from `GRID` as decoding goes.
 
-    Every C is tried for `TRIALS` verifications of a row; from then on the one with the highest Theorem 7 speed leads, by
-    means that are drawn towards the common mean as if by `PRIOR` more verifications, and that go on being updated."""
+    Every C is tried for `TRIALS` verifications of a row; from then on the one with the highest Theorem 7 speed
+    leads, by means that are drawn towards the common mean as if by `PRIOR` more verifications, and that go on being
+    updated."""
     GRID, TRIALS, PRIOR = (1.0, 0.7, 0.4, 0.1), 24, 24
 
     def __init__(self, value: float | None, T_p: float = 1.0, T_b: float = 0.5):
         """T_p, T_b: one pre-speculation, one backup, in verifications."""
         self.auto, self.value, self.T_p, self.T_b = value is None, 1.0 if value is None else value, T_p, T_b
-        self.verified = self.value  # the C under which the speculation now being verified was drawn, a round before `value`
+        self.verified = self.value  # the C of the speculation now being verified, drawn a round before
         self.sums = {C: torch.zeros(3) for C in self.GRID}  # verifications, tokens, hits
 
     def observe(self, num_accepted: torch.Tensor, hit: torch.Tensor) -> None:
@@ -283,17 +292,19 @@ class Downweight:
 
 
 class Backup:
-    """Who drafts after a miss (section 4.3): "neural", "fast", or "auto", whichever Corollary 16 predicts to be faster.
+    """Who drafts after a miss (section 4.3): "neural", "fast", or "auto", whichever Corollary 16 predicts to be
+    faster.
 
-    "auto" keeps running means of the hit rate and of the tokens that follow a hit, a neural and a fast backup, and changes over for
-    a gain of `HYSTERESIS`. Every `EXPLORE`th round it uses the other one, to learn about that too. The times T are measured once at
-    start-up and never again, so that for given times the choices, and with them sampled text, depend on the seed alone."""
+    "auto" keeps running means of the hit rate and of the tokens that follow a hit, a neural and a fast backup, and
+    changes over for a gain of `HYSTERESIS`. Every `EXPLORE`th round it uses the other one, to learn about that too.
+    The times T are measured once at start-up and never again, so that for given times the choices, and with them
+    sampled text, depend on the seed alone."""
     HYSTERESIS, EXPLORE, PRIOR = 1.05, 16, 8
 
-    def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, T_p: float = 1.0, T_neural: float = 0.5,
-                 T_fast: float = 0.0):
+    def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, T_p: float = 1.0,
+                 T_neural: float = 0.5, T_fast: float = 0.0):
         self.auto, self.best = kind == "auto", "neural" if kind == "auto" else kind
-        self.kind = self.verified = self.best  # `verified`: who backed up the speculation now being verified, a round before
+        self.kind = self.verified = self.best  # `verified`: whose backup is being verified now, drawn a round before
         self.T_p, self.T = T_p, {"neural": T_neural, "fast": T_fast}
         good, poor = expected_tokens(acceptance_rate, lookahead), expected_tokens(0.2, lookahead)
         self.tokens = {source: torch.tensor([self.PRIOR, self.PRIOR * prior])  # speculations, tokens
@@ -302,8 +313,8 @@ class Backup:
         self.rounds, self.critical_batch_size = 0, None
 
     def observe(self, verified_hit: torch.Tensor, num_accepted: torch.Tensor, hit: torch.Tensor) -> None:
-        """One verification, `[B]` each: did its speculation come from the cache, how many tokens were accepted, is its
-        outcome in the cache?"""
+        """One verification, `[B]` each: did its speculation come from the cache, how many tokens were accepted, is
+        its outcome in the cache?"""
         if not self.auto:
             return
         for source, rows in (("hit", verified_hit), (self.verified, ~verified_hit)):
@@ -313,10 +324,11 @@ class Backup:
         self.verified = self.kind
         hit_rate = float(self.hits[1] / self.hits[0])
         mean = {source: float(tokens / count) for source, (count, tokens) in self.tokens.items()}
-        speed = {kind: throughput(hit_rate, mean["hit"], mean[kind], self.T_p, self.T[kind], len(hit)) for kind in self.T}
+        speed = {kind: throughput(hit_rate, mean["hit"], mean[kind], self.T_p, T, len(hit))
+                 for kind, T in self.T.items()}
         other = {"neural": "fast", "fast": "neural"}
         if speed[other[self.best]] > self.HYSTERESIS * speed[self.best]:
             self.best = other[self.best]
         self.kind = other[self.best] if self.rounds % self.EXPLORE == 0 else self.best
-        b = critical_batch_size(hit_rate, mean["hit"], mean["neural"], mean["fast"], self.T_p, self.T["neural"], self.T["fast"])
+        b = critical_batch_size(hit_rate, mean["hit"], mean["neural"], mean["fast"], self.T_p, *self.T.values())
         self.critical_batch_size = b if math.isfinite(b) else None  # None: the neural backup is better at every size

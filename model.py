@@ -1,7 +1,8 @@
 """One Hugging Face causal language model behind one forward pass with KV slots and tree attention.
 
-Batched speculation is awkward for one reason: rows accept different numbers of tokens, and a branch of a speculation tree
-must see its own ancestors only. Both vanish if keys and values live in numbered *slots* and the caller says, token by token,
+Batched speculation is awkward for one reason: rows accept different numbers of tokens, and a branch of a
+speculation tree must see its own ancestors only. Both vanish if keys and values live in numbered *slots* and the
+caller says, token by token,
 
     positions   where the token stands in the text (for the position embedding),
     slots       where its keys and values are written,
@@ -52,16 +53,19 @@ class Stopwatch:
 
 
 class KVSlots:
-    """The keys and values of all layers: per layer two buffers `[B, heads, slots, head size]`, made at the first write."""
+    """The keys and values of all layers: per layer two buffers `[B, heads, slots, head size]`, made at the first
+    write."""
 
     def __init__(self, slots: int):
         self.slots, self.keys, self.values = slots, {}, {}
 
     def aim(self, slots: torch.Tensor, used: int, rows: torch.Tensor | None) -> None:
-        """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1, of the batch rows `rows` `[B]` or of all."""
+        """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1, of the batch rows `rows` `[B]` or of
+        all."""
         self.target, self.used, self.rows = slots, used, rows
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
+               **__) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by every attention layer: store `[B, heads, n, head size]`, return all that may be seen."""
         if layer not in self.keys:
             batch, heads, _, size = keys.shape
@@ -89,12 +93,13 @@ class KVSlots:
 
 
 class CausalLM:
-    """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a row, `V` vocabulary."""
+    """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a row, `V`
+    vocabulary."""
 
     def __init__(self, network: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits, by default the network's own; a draft is given its target's. Embeddings
-        are often padded differently within a family: what the draft has beyond V is never proposed; what it lacks has q = 0,
-        and is read as the last token that it knows."""
+        """`vocab_size`: the V of the logits, by default the network's own; a draft is given its target's.
+        Embeddings are often padded differently within a family: what the draft has beyond V is never proposed; what
+        it lacks has q = 0, and is read as the last token that it knows."""
         self.network = network.eval()
         self.context = context_length(network.config)
         self.vocab_size = vocab_size or network.config.get_text_config().vocab_size
@@ -104,23 +109,25 @@ class CausalLM:
         self.check_slots()
 
     def allocate(self, longest: int, spare: int = 0) -> None:
-        """Start a new batch with empty KV: slots for texts of up to `longest` tokens, and `spare` ones for speculation."""
-        window = attention_window(self.network.config)
-        if window is not None and longest > window:
-            raise UserError(f"{self.network.config.model_type} layers of this model attend to the last {window} tokens only, and this "
-                            f"run may need {longest}: shorten the prompt or --max-new-tokens")
-        self.kv = KVSlots(longest + spare)
+        """Start a new batch with empty KV: slots for texts of up to `longest` tokens, and `spare` ones for
+        speculation."""
+        limit = text_limit(self.network.config)
+        if limit is not None and longest > limit:
+            raise UserError(f"this {self.network.config.model_type} model treats texts of more than {limit} tokens in a "
+                            f"way that KV slots cannot express, and this run may need {longest}: shorten the prompt or "
+                            "--max-new-tokens")
+        self.kv, self.last_position = KVSlots(longest + spare), min(longest, self.context) - 1
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
                 rows: torch.Tensor | None = None, logits: bool = True) -> torch.Tensor | None:
         """Logits `[B, n, V]` for tokens, positions and slots `[B, n]` and an additive mask `[B, n, slots in use]`.
 
-        `rows` `[B]` selects batch rows (default: all). `logits=False` only fills the KV. Positions beyond the context are
-        clamped to its end: such tokens are computed only to keep shapes static, and never used."""
+        `rows` `[B]` selects batch rows (default: all). `logits=False` only fills the KV. Positions beyond the
+        longest text are clamped to its end: such tokens are computed only to keep shapes static, and never used."""
         self.kv.aim(slots, mask.shape[-1], rows)
         output = self.network(
-            input_ids=tokens.clamp(max=self.last_token), position_ids=positions.clamp(max=self.context - 1),
+            input_ids=tokens.clamp(max=self.last_token), position_ids=positions.clamp(max=self.last_position),
             attention_mask=mask[:, None], past_key_values=self.kv, use_cache=True, logits_to_keep=0 if logits else 1)
         return fit_vocabulary(output.logits, self.vocab_size) if logits else None
 
@@ -139,12 +146,14 @@ class CausalLM:
     def prefill(self, prompts: list[list[int]]) -> None:
         """Fill the KV with all but the last token of every prompt: that one opens round 0."""
         longest = max(map(len, prompts)) - 1
-        tokens = torch.tensor([prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts], device=self.device)
+        tokens = torch.tensor([prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts],
+                              device=self.device)
         for start in range(0, longest, PREFILL_CHUNK):
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start), logits=False)
 
     def seconds_per_pass(self, rows: int, count: int, length: int) -> float:
-        """Seconds (median of 5) of a causal pass over `count` tokens in each of `rows` rows that have `length` tokens."""
+        """Seconds (median of 5) of a causal pass over `count` tokens in each of `rows` rows that have `length`
+        tokens."""
         self.allocate(length + count)
         tokens, start = torch.zeros(rows, count, dtype=torch.long, device=self.device), torch.full((rows,), length)
         seconds = []
@@ -156,28 +165,29 @@ class CausalLM:
         return sorted(seconds[2:])[2]
 
     def check_slots(self) -> None:
-        """Refuse a model that computes something else through slots than plainly: a pass over stale slots and a branch in
-        scratch slots must give the logits of an ordinary forward."""
+        """Refuse a model that computes something else through slots than plainly: a pass over stale slots and a
+        branch in scratch slots must give the logits of an ordinary forward."""
         tokens = torch.arange(1, 6, device=self.device)[None]
-        with torch.inference_mode():
-            plain = fit_vocabulary(self.network(input_ids=tokens, use_cache=False).logits, self.vocab_size)[0, 2:]
-        self.kv = KVSlots(10)
+        self.allocate(10)
         try:
+            with torch.inference_mode():
+                plain = fit_vocabulary(self.network(input_ids=tokens, use_cache=False).logits, self.vocab_size)[0, 2:]
             self.causal(tokens[:, [0, 1, 4, 0]], torch.tensor([0]))
             logits = [self.causal(tokens[:, 2:3], torch.tensor([2]))]
             for step, slot in enumerate((6, 9)):  # the fourth and fifth token, out of order in scratch slots
-                visible = torch.tensor([[[slot_ < 3 or slot_ in (6, 9)[:step + 1] for slot_ in range(10)]]])
+                visible = torch.tensor([[[other < 3 or other in (6, 9)[:step + 1] for other in range(10)]]])
                 logits.append(self.forward(tokens[:, 3 + step, None], torch.tensor([[3 + step]], device=self.device),
                                            torch.tensor([[slot]], device=self.device),
                                            self.additive(visible.to(self.device))))
-            error = (torch.cat(logits, 1)[0] - plain).nan_to_num(0).abs().max()
         except Exception as problem:
             raise UserError(f"{self.network.config.model_type} models cannot run with KV slots and tree attention "
                             f"({type(problem).__name__}: {problem})") from problem
+        known = plain.isfinite()  # not what `fit_vocabulary` filled up
+        error = (torch.cat(logits, 1)[0] - plain)[known].abs().max()
         tolerance = 1e-3 if torch.finfo(self.dtype).bits >= 32 else 0.1
-        if not error <= tolerance * plain[plain.isfinite()].abs().max():
-            raise UserError(f"{self.network.config.model_type} models give other logits with KV slots and tree attention "
-                            f"(largest error {error:.2g}), so their text would be wrong")
+        if not error <= tolerance * plain[known].abs().max():
+            raise UserError(f"{self.network.config.model_type} models give other logits with KV slots and tree "
+                            f"attention (largest error {error:.2g}), so their text would be wrong")
 
     @property
     def eos_tokens(self) -> list[int]:
@@ -187,35 +197,44 @@ class CausalLM:
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
-         vocab_size: int | None = None) -> CausalLM:
-    """Load a checkpoint (Hub id or folder); `device` may be accelerate's "auto" to spread it over several GPUs."""
+         vocab_size: int | None = None, max_memory: dict[int, int] | None = None) -> CausalLM:
+    """Load a checkpoint (Hub id or folder). `device` may also be a placement of accelerate's, such as "sequential",
+    over the GPUs of `max_memory` (bytes by GPU)."""
     logging.disable_progress_bar()
     try:
-        network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map=device)
+        network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, device_map=device,
+                                                       max_memory=max_memory)
     except (OSError, ValueError) as problem:
         raise UserError(f"cannot load {path}: {str(problem).splitlines()[0]}") from problem
     return CausalLM(network, vocab_size)
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have under this model, prompt included. Refuses what is no decoder with a context."""
+    """The most tokens a text may have under this model, prompt included. Refuses what is no decoder with a
+    context."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if config.is_encoder_decoder or context is None:
-        raise UserError(f"{config.model_type} models cannot be decoded here: a causal language model with attention over its "
-                        "whole context (max_position_embeddings) is needed")
+        raise UserError(f"{config.model_type} models cannot be decoded here: a causal language model with attention "
+                        "over its whole context (max_position_embeddings) is needed")
     return context
 
 
-def attention_window(config: PretrainedConfig) -> int | None:
-    """Within how many tokens some layers attend (sliding or in chunks), if any do. A mask over slots cannot express it, so texts
-    must fit."""
+def text_limit(config: PretrainedConfig) -> int | None:
+    """The longest text, if there is one, up to which every layer attends to everything and no position embedding
+    depends on the length of the text: beyond it (windows, chunks, stretched rotary embeddings) masks over slots do
+    not tell the whole story."""
     config = config.get_text_config()
+    limits = []
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     if "chunked_attention" in layers:
-        return config.attention_chunk_size
+        limits.append(config.attention_chunk_size)
     if "sliding_attention" in layers and getattr(config, "use_sliding_window", True):
-        return getattr(config, "sliding_window", None)
-    return None
+        limits.append(getattr(config, "sliding_window", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        limits.append(rope.get("original_max_position_embeddings")
+                      or getattr(config, "original_max_position_embeddings", config.max_position_embeddings))
+    return min(filter(None, limits), default=None)
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 saguaro.py --help
 
-Rank 0 holds the target and decodes; rank 1 holds the draft and answers. Both parse the same command line and read the same
-prompts, so only data travels, in a fixed order and in messages of known size:
+Rank 0 holds the target and decodes; rank 1 holds the draft and answers. Both parse the same command line and read
+the same prompts, so only data travels, in a fixed order and in messages of known size:
 
     target -> draft     outcome      [B, 2]     number accepted (negative: row finished) and bonus token
     draft  -> target    speculation  [B, 1+K]   hit flag and drafted tokens, then, if sampling, q [B, K, V]
@@ -66,7 +66,8 @@ class Settings:
     prompts: str | None = option(None, "JSON Lines with a field prompt, question or text in each line", metavar="FILE")
     target: str = option(str(TINY / "target"), "target model: a Hugging Face Hub id or a folder", metavar="MODEL")
     draft: str = option(str(TINY / "draft"), "draft model with the target's vocabulary", metavar="MODEL")
-    mode: str = option("ssd", "speculative speculative, speculative or autoregressive decoding", choices=("ssd", "sd", "ar"))
+    mode: str = option("ssd", "speculative speculative, speculative or autoregressive decoding",
+                       choices=("ssd", "sd", "ar"))
     max_new_tokens: int = option(128, "tokens to generate for each prompt, at most", metavar="N")
     batch_size: int = option(1, "prompts decoded together", metavar="N")
     temperature: float = option(0.0, "0 is greedy", metavar="T")
@@ -78,15 +79,17 @@ class Settings:
     lookahead: int | str = option(5, "K, tokens drafted per round, or auto*", type=number_or_auto(int), metavar="K")
     budget: int | str = option(16, "outcomes prepared for per round and row, the sum of the fan-out, or auto*",
                                type=number_or_auto(int), metavar="N")
-    fan_out: str = option("auto", "shape of the cache: Theorem 12's with a and r as given (geometric) or estimated on the way (auto), "
-                          "or uniform", choices=("auto", "geometric", "uniform"))
-    acceptance_rate: float = option(0.8, "a, the acceptance rate of the draft's tokens: given, or first guess", metavar="A")
+    fan_out: str = option("auto", "shape of the cache: Theorem 12's with a and r as given (geometric) or estimated on "
+                          "the way (auto), or uniform", choices=("auto", "geometric", "uniform"))
+    acceptance_rate: float = option(0.8, "a, the acceptance rate of the draft's tokens: given, or first guess",
+                                    metavar="A")
     miss_exponent: float = option(1.0, "r of the power law of misses (Def. 11): given, or first guess", metavar="R")
     downweight: float | str = option(1.0, "C of Saguaro sampling (Def. 14), or auto*; 1 is ordinary sampling",
                                      type=number_or_auto(float), metavar="C")
-    backup: str = option("neural", "who drafts after a cache miss: the draft model, a look-up in the text so far, or auto*",
-                         choices=("neural", "fast", "auto"))
-    no_early_outcome: bool = option(False, "the paper's plain algorithm: finish every speculation tree, even if the outcome is there")
+    backup: str = option("neural", "who drafts after a cache miss: the draft model, a look-up in the text so far, or "
+                         "auto*", choices=("neural", "fast", "auto"))
+    no_early_outcome: bool = option(False, "the paper's plain algorithm: finish every speculation tree, even if the "
+                                    "outcome is there")
     dtype: str = option("auto", "auto: bfloat16 on GPUs, float32 on CPU", choices=("auto", *DTYPES))
     device: str = option("auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"))
     json: str | None = option(None, "write settings, texts and statistics to FILE", metavar="FILE")
@@ -94,11 +97,13 @@ class Settings:
     def check(self) -> None:
         """Raise `UserError` for the first value that makes no sense."""
         for name, valid, wanted in (
-                ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"), ("batch_size", self.batch_size >= 1, "at least 1"),
+                ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+                ("batch_size", self.batch_size >= 1, "at least 1"),
                 ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
                 ("top_k", self.top_k >= 0, "0 (off) or more"), ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
                 ("seed", 0 <= self.seed < 2 ** 63 - 1, "a whole number from 0 to 2^63"),
-                ("lookahead", self.lookahead == "auto" or self.lookahead >= 1, "auto or at least 1 (--mode ar drafts nothing)"),
+                ("lookahead", self.lookahead == "auto" or self.lookahead >= 1,
+                 "auto or at least 1 (--mode ar drafts nothing)"),
                 ("budget", self.budget == "auto" or self.budget >= 1, "auto or at least 1"),
                 ("acceptance_rate", 0 <= self.acceptance_rate <= 1, "between 0 and 1"),
                 ("miss_exponent", 0 < self.miss_exponent < float("inf"), "above 0"),
@@ -109,8 +114,8 @@ class Settings:
             raise UserError("--prompt and --prompts exclude each other")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: PyTorch sees no CUDA device here")
-        if self.json and not Path(self.json).resolve().parent.is_dir():
-            raise UserError(f"--json {self.json}: its folder does not exist")
+        if self.json and (Path(self.json).is_dir() or not Path(self.json).resolve().parent.is_dir()):
+            raise UserError(f"--json {self.json}: not a file in an existing folder")
 
 
 class Parser(argparse.ArgumentParser):
@@ -121,8 +126,8 @@ class Parser(argparse.ArgumentParser):
 def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser = Parser(description="Speculative speculative decoding: the draft prepares for the target's verdict "
                                 "while the target is still verifying.", allow_abbrev=False,
-                    epilog="* Chosen by times measured at start-up: sampled text can then differ from machine to machine and "
-                           "from run to run; greedy text never does.")
+                    epilog="* Chosen by times measured at start-up: sampled text can then differ from machine to "
+                           "machine and from run to run; greedy text never does.")
     for f in fields(Settings):
         kind = {"action": "store_true"} if f.type is bool else {"type": f.type if f.type in (int, float) else str}
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind | f.metadata)
@@ -165,7 +170,8 @@ def read_json_lines(path: Path) -> Iterator[str]:
 
 def open_model(flag: str, path: str):
     """The configuration and tokenizer of a checkpoint; nothing big is read."""
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():  # no Hub id looks like that
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1  # no Hub id does
+    if looks_local and not Path(path).is_dir():
         raise UserError(f"{flag} {path}: no such folder")
     try:
         return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -185,17 +191,18 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[i
         prompts = tokenizer(texts)["input_ids"]
     for number, prompt in enumerate(prompts, start=1):
         if len(prompt) >= context:
-            raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the target's context is {context}")
+            raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the target's context is "
+                            f"{context}")
     return prompts
 
 
 class Wire:
-    """What the two ranks say to each other. Outcomes are needed by Python on both sides, so they travel between host memories;
-    speculations are data and travel from device to device."""
+    """What the two ranks say to each other. Outcomes are needed by Python on both sides, so they travel between
+    host memories; speculations are data and travel from device to device."""
 
     def __init__(self, device: torch.device, lookahead: int, vocab_size: int, q_dtype: torch.dtype | None):
-        """`device`: where speculations are sent from and received: a GPU if both ranks have one of their own, else the CPU.
-        `q_dtype`: None if greedy, when no q is sent."""
+        """`device`: where speculations are sent from and received: a GPU if both ranks have one of their own, else
+        the CPU. `q_dtype`: None if greedy, when no q is sent."""
         self.device, self.lookahead, self.vocab_size, self.q_dtype = device, lookahead, vocab_size, q_dtype
 
     def send_outcome(self, outcome: Outcome) -> None:
@@ -256,7 +263,7 @@ def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int
     with ThreadPoolExecutor(1) as listener:
         while rows:
             pending = listener.submit(wire.receive_outcome, rows)
-            draft.pre_speculate((lambda: pending.result() if pending.done() else None) if early_outcome else lambda: None)
+            draft.pre_speculate(lambda: pending.result() if early_outcome and pending.done() else None)
             speculation = draft.speculate(pending.result())
             rows = len(speculation.hit)
             if rows:
@@ -308,14 +315,19 @@ class Run:
                                 device_id=own if apart else None)
 
     def load_target(self) -> CausalLM:
-        return load(self.settings.target, self.target_config, self.dtype, self.target_device)
+        """On one device if it fits, else filling one GPU after the other up to the draft's."""
+        gpus = torch.cuda.device_count()
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(gpus - 1)}
+        several = self.target_device.type == "cuda" and len(free) > 1
+        device = "sequential" if several else self.target_device
+        return load(self.settings.target, self.target_config, self.dtype, device, max_memory=free if several else None)
 
     def load_draft(self) -> CausalLM:
         return load(self.settings.draft, self.draft_config, self.dtype, self.draft_device, self.vocab_size)
 
     def tune(self, target: CausalLM | None, draft: CausalLM | None) -> None:
-        """Fix lookahead and budget; where something is "auto", after measuring the models. A rank has only its own model: what it
-        measures it tells the other."""
+        """Fix lookahead and budget; where something is "auto", after measuring the models. A rank has only its own
+        model: what it measures it tells the other."""
         s = self.settings
         self.lookahead, self.budget = s.lookahead, s.budget
         self.times = {"T_p": 1.0, "T_b": 0.5}
@@ -333,19 +345,21 @@ class Run:
         costs = Costs(*costs)
         lookaheads = range(1, 9) if s.lookahead == "auto" else [s.lookahead]
         budgets = (4, 8, 12, 16, 24, 32) if s.budget == "auto" else [s.budget]
-        self.lookahead, self.budget = best_lookahead(costs, lookaheads, budgets, s.acceptance_rate, s.miss_exponent, rows)
+        self.lookahead, self.budget = best_lookahead(costs, lookaheads, budgets, s.acceptance_rate, s.miss_exponent,
+                                                     rows)
         self.times = {"T_p": costs.T_p(self.lookahead, self.budget), "T_b": costs.T_b(self.lookahead)}
         if own_rank() == TARGET:
             print(f"lookahead {self.lookahead}, budget {self.budget}: one verification takes "
-                  f"{1000 * costs.verify(self.lookahead):.1f} ms, T_p {self.times['T_p']:.2f}, T_b {self.times['T_b']:.2f}",
-                  file=sys.stderr)
+                  f"{1000 * costs.verify(self.lookahead):.1f} ms, T_p {self.times['T_p']:.2f}, "
+                  f"T_b {self.times['T_b']:.2f}", file=sys.stderr)
 
     def draft_worker(self, model: CausalLM) -> DraftWorker:
         s = self.settings
         fast_rate = s.acceptance_rate if s.backup == "neural" else FAST_ACCEPTANCE
         fan_out = FanOut(s.fan_out, self.budget, self.lookahead, s.acceptance_rate, fast_rate, s.miss_exponent)
         auto_downweight = s.downweight == "auto" and self.warper is not None
-        downweight = Downweight(None if auto_downweight else 1.0 if s.downweight == "auto" else s.downweight, **self.times)
+        C = 1.0 if s.downweight == "auto" else s.downweight
+        downweight = Downweight(None if auto_downweight else C, **self.times)
         backup = Backup(s.backup, self.lookahead, s.acceptance_rate, self.times["T_p"], self.times["T_b"])
         return DraftWorker(model, self.warper, s.seed + 1, self.lookahead, fan_out, downweight, backup)
 
@@ -384,8 +398,8 @@ def run_target(run: Run) -> None:
     if s.json:
         outputs = [{"prompt": text, "text": run.tokenizer.decode(g.tokens, skip_special_tokens=True),
                     "tokens": g.tokens, "finish_reason": g.finish_reason} for text, g in zip(run.texts, generations)]
-        Path(s.json).write_text(json.dumps({"config": asdict(s), "outputs": outputs, "stats": summary}, indent=1) + "\n",
-                                encoding="utf-8")
+        result = {"config": asdict(s), "outputs": outputs, "stats": summary}
+        Path(s.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def run_draft(run: Run) -> None:
@@ -435,7 +449,8 @@ class Display:
         else:
             self.bar.close()
             for number, (text, generation) in enumerate(zip(self.texts, generations), start=1):
-                print(f"\n----- prompt {number} -----\n{text}{self.tokenizer.decode(generation.tokens, skip_special_tokens=True)}")
+                continuation = self.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+                print(f"\n----- prompt {number} -----\n{text}{continuation}")
         full = sum(generation.finish_reason == "context" for generation in generations)
         if full:
             print(f"\n{full} of {len(generations)} texts ended at the target's context limit")
@@ -451,13 +466,13 @@ class Display:
     def tell_choices(self, summary: dict[str, Any]) -> None:
         """What the draft settled on (section 4)."""
         print("  fan-out              {fan_out} after a hit, {fan_out_after_backup} after a backup, for\n"
-              "                       a = {acceptance_rate_primary:.2f} and {acceptance_rate_backup:.2f}, r = {miss_exponent:.2f}; "
-              "C = {downweight}, {backup} backup".format(**summary))
+              "                       a = {acceptance_rate_primary:.2f} and {acceptance_rate_backup:.2f}, "
+              "r = {miss_exponent:.2f}; C = {downweight}, {backup} backup".format(**summary))
         if self.settings.backup == "auto":
             b = summary["critical_batch_size"]
-            print(f"  critical batch size  {'none: the neural backup is better at every size' if b is None else f'{b:7.1f}'}")
+            print("  critical batch size ", "none: neural is better at every size" if b is None else f"{b:7.1f}")
         if (summary["T_p"] or 0) > 1:
-            print("  T_p is above 1, so the target waits for the draft: a smaller --lookahead or --budget may be faster")
+            print("  T_p is above 1: the target waits for the draft; a smaller --lookahead or --budget may be faster")
 
 
 @record
@@ -492,7 +507,8 @@ def main() -> None:
 
 
 def complain(problem: UserError, only_rank: int | None = None) -> None:
-    """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the time."""
+    """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the
+    time."""
     if only_rank is None or own_rank() == only_rank:
         print(f"saguaro.py: error: {problem}", file=sys.stderr, flush=True)
     else:
@@ -507,7 +523,8 @@ def threads(mode: str, rank: int) -> int:
 
 
 def launch(ranks: int) -> int:
-    """`python saguaro.py` and a torchrun of one process: start the ranks through torch's own launcher; returns the exit status."""
+    """`python saguaro.py` and a torchrun of one process: start the ranks through torch's own launcher; returns the
+    exit status."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads

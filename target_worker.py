@@ -7,9 +7,9 @@ Autoregressive decoding, speculative decoding and SSD are one loop with three sp
         speculation = speculator.speculate(outcome)    # who drafts, and when, is the only difference
         outcome = target.verify(speculation)
 
-The target never learns which speculator it has: `NoSpeculator` (K = 0) makes the loop autoregressive decoding; the draft
-worker, called in the same process, makes it speculative decoding; a proxy for the draft's process makes it SSD.
-"""
+The target never learns which speculator it has: `NoSpeculator` (K = 0) makes the loop autoregressive decoding; the
+draft worker, called in the same process, makes it speculative decoding; a proxy for the draft's process makes it
+SSD. """
 import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Protocol
@@ -31,16 +31,17 @@ class TargetWorker:
         self.watch = Stopwatch(model.device)
 
     def prefill(self, prompts: list[list[int]], longest: int, lookahead: int) -> Outcome:
-        """Round 0: read the prompts (token ids, none empty) of texts that will have at most `longest` tokens, and verify an
-        empty speculation; later ones have at most `lookahead` tokens."""
+        """Round 0: read the prompts (token ids, none empty) of texts that will have at most `longest` tokens, and
+        verify an empty speculation; later ones have at most `lookahead` tokens."""
         self.model.allocate(longest, spare=lookahead)
         self.model.prefill(prompts)
-        self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens, the last not yet in the KV
+        self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens; the KV lacks the last
         self.last = torch.tensor([prompt[-1:] for prompt in prompts], device=self.model.device)  # [B, 1]
         return self.verify(Speculation.empty(len(prompts)))
 
     def verify(self, speculation: Speculation) -> Outcome:
-        """One target pass over the last verified token and the K drafted ones: accept, reject, add the bonus token."""
+        """One target pass over the last verified token and the K drafted ones: accept, reject, add the bonus
+        token."""
         with self.watch("verify"):
             drafted = speculation.tokens.to(self.model.device)
             logits = self.model.causal(torch.cat([self.last, drafted], 1), self.length - 1)
@@ -69,7 +70,8 @@ class Speculator(Protocol):
         """The speculation that follows an outcome, for the rows whose `num_accepted` is not negative."""
 
     def report(self) -> dict[str, Any]:
-        """"times": (seconds, count) of "trunk", "step" and "backup" passes since the last call; "learnt": see the draft worker."""
+        """"times": (seconds, count) of "trunk", "step" and "backup" passes since the last call; "learnt": see the
+        draft worker."""
 
 
 class NoSpeculator:
@@ -89,11 +91,11 @@ class NoSpeculator:
 class Generation:
     """One prompt's continuation."""
     tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "eos", "length" (max_new_tokens reached) or "context" (the model's limit reached)
+    finish_reason: str | None = None  # "eos", "length" (max_new_tokens) or "context" (the model's limit)
 
     def extend(self, new: list[int], room: int, eos: list[int], full: str) -> list[int]:
-        """Append the tokens of one round, up to an end-of-sequence token or `room` tokens in all (then finished for the
-        reason `full`); returns those appended."""
+        """Append the tokens of one round, up to an end-of-sequence token or `room` tokens in all (then finished for
+        the reason `full`); returns those appended."""
         end = next((i + 1 for i, token in enumerate(new) if token in eos), None)
         new = new[:min(end or len(new), room - len(self.tokens))]
         self.tokens += new
@@ -106,7 +108,8 @@ class Generation:
 
 @dataclass
 class Stats:
-    """Counts and times of decoding. Rates speak of decoding alone: prefill, and the token that it yields, are apart."""
+    """Counts and times of decoding. Rates speak of decoding alone: prefill, and the token that it yields, are
+    apart."""
     tokens: int = 0             # new tokens, those of prefill included
     prefill_tokens: int = 0     # one a prompt
     prefill_seconds: float = 0.0
@@ -137,8 +140,9 @@ class Stats:
         return seconds / count if count else None
 
     def summary(self, lookahead: int) -> dict[str, Any]:
-        """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's geometric model; T_p (one
-        pre-speculation: a trunk pass and K tree steps) and T_b (one backup) are in units of one verification."""
+        """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's geometric model;
+        T_p (one pre-speculation: a trunk pass and K tree steps) and T_b (one backup) are in units of one
+        verification."""
         decoded = self.tokens - self.prefill_tokens
         verify = self.mean_seconds("verify")
         trunk, step, backup = (self.mean_seconds(name) for name in ("trunk", "step", "backup"))
@@ -165,7 +169,8 @@ class Stats:
 def decode(target: TargetWorker, speculator: Speculator, prompts: list[list[int]], max_new_tokens: int, lookahead: int,
            eos: list[int], stats: Stats, on_tokens: Callable[[int, list[int]], None] = lambda row, new: None
            ) -> list[Generation]:
-    """Continue every prompt (token ids) until an `eos` token, `max_new_tokens` or the target's context; the loop above.
+    """Continue every prompt (token ids) until an `eos` token, `max_new_tokens` or the target's context; the loop
+    above.
 
     `on_tokens(index, new)` is told the new tokens of each prompt as they are verified; `stats` is added to."""
     context = target.model.context

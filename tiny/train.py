@@ -64,8 +64,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def windows(tokens: torch.Tensor, steps: int, generator: torch.Generator):
-    """Yield `steps` batches `[B, length + 1]` of `BATCH` tokens: the corpus cut into windows at a new random offset in
-    every epoch, shuffled. Short windows first, because attention to a long context costs a third of a step."""
+    """Yield `steps` batches `[B, length + 1]` of `BATCH` tokens: the corpus cut into windows at a new random offset
+    in every epoch, shuffled. Short windows first, because attention to a long context costs a third of a step."""
     queue: list[int] = []
     for step in range(steps):
         length = SHORT if step < LONG_AFTER * steps else CONTEXT
