@@ -2,8 +2,13 @@
 
     python tiny/train.py            # corpus -> tokenizer -> target -> draft, into tiny/target and tiny/draft
 
-Corpus: the source of the Python standard library of the interpreter that runs this script, tests included
-(Python Software Foundation licence), without generated tables, less `HELD_OUT`, which training never sees.
+Corpus: the source of the Python standard library of the interpreter that runs this script, tests included (CPython 3.11,
+Python Software Foundation licence), without generated tables and without the files `HELD_OUT`: 9.4M tokens of a byte-level
+BPE with 2,048 tokens. The target (24 layers of width 128, 5.1M parameters) learns to predict the next token; the
+draft (3 layers, 0.9M) starts from the target's embedding, its first two layers, its last layer and its final norm, and then
+minimises KL(target || draft). Optimiser: Muon for the matrices inside the layers, AdamW for the rest.
+
+@@RECIPE@@
 """
 import argparse
 import copy
@@ -25,7 +30,7 @@ HELD_OUT = ("argparse.py bisect.py calendar.py csv.py dataclasses.py difflib.py 
 GENERATED = ("encodings", "pydoc_data", "site-packages")  # character tables, help texts, other people's code
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, CONTEXT = 2048, 512  # tokens
-BATCH, SHORT, LONG_AFTER = 6144, 256, 0.8  # tokens per step; tokens per window, until this share of the steps
+BATCH, SHORT, LONG_AFTER = 6144, 256, 0.92  # tokens per step; tokens per window, until this share of the steps
 TARGET = dict(hidden_size=128, num_hidden_layers=24, intermediate_size=352, num_attention_heads=4)
 DRAFT_LAYERS = (0, 1, 23)  # the target's layers that the draft starts from
 
@@ -104,7 +109,7 @@ def train(model: LlamaForCausalLM, loss_of, tokens: torch.Tensor, held_out: torc
         model.zero_grad()
         average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
         bar.set_postfix(loss=f"{average:.3f}")
-        if step % (steps // 10) == 0 or step == steps:
+        if step % max(1, steps // 10) == 0 or step == steps:
             with torch.no_grad():
                 score = sum(loss_of(batch).item() for batch in check) / len(check)
             tqdm.write(f"step {step}: held-out loss {score:.3f} nats a token, {(time.time() - started) / 60:.0f} min")
@@ -159,8 +164,8 @@ def autocast(device: torch.device):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded pair.")
-    parser.add_argument("--target-steps", type=int, default=1200, help="0 keeps the target and trains only the draft")
-    parser.add_argument("--draft-steps", type=int, default=600)
+    parser.add_argument("--target-steps", type=int, default=760, help="0 keeps the target and trains only the draft")
+    parser.add_argument("--draft-steps", type=int, default=330)
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
