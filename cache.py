@@ -1,7 +1,7 @@
-"""The speculation cache: which outcomes to prepare for, and the speculations prepared (sections 2 and 4.1).
+"""The speculation cache: which outcomes to prepare for, and the speculations prepared (Def. 4, section 4.1).
 
-A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus token t* (section
-2). The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow each. Its shape is the
+A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus token t*. The
+speculation cache (Def. 4) maps likely outcomes to the speculation that should follow each. Its shape is the
 fan-out F_0..F_K: F_k bonus tokens are guessed for "k accepted", sum_k F_k = budget. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
@@ -202,7 +202,7 @@ class SpeculationCache:
 # ---- what a cache is worth: for the reader and for the "auto" settings; times in units of one verification ----
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
-    """E(a, K) = (1 - a^(K+1)) / (1 - a): tokens per round, accepted ones and the bonus token (section 1)."""
+    """E(a, K) = (1 - a^(K+1)) / (1 - a): accepted tokens and the bonus token of a round (Leviathan et al. 2023)."""
     return sum(acceptance_rate ** k for k in range(lookahead + 1))
 
 

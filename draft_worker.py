@@ -42,11 +42,11 @@ class Tree:
 class DraftWorker:
     """The draft model, its KV, and the speculation cache of a batch of B rows."""
 
-    def __init__(self, model: CausalLM, warper: Callable | None, seed: int, lookahead: int, fan_out: FanOut,
+    def __init__(self, model: CausalLM, warpers: list | None, seed: int, lookahead: int, fan_out: FanOut,
                  downweight: "Downweight", backup: "Backup"):
-        """`warper` as the target's; `seed` of the draft's own coins, independent of the verifier's; the rest are the
+        """`warpers` as the target's; `seed` of the draft's own coins, independent of the verifier's; the rest are the
         choices of sections 4.1, 4.2 and 4.3."""
-        self.model, self.warper, self.lookahead = model, warper, lookahead
+        self.model, self.warpers, self.lookahead = model, warpers, lookahead
         self.fan_out, self.downweight, self.backup = fan_out, downweight, backup
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
@@ -114,8 +114,8 @@ class DraftWorker:
         """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn
         from. `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position that verifies
         it (Def. 14)."""
-        q = sampling.probabilities(logits, self.warper)
-        if self.warper is not None:
+        q = sampling.probabilities(logits, self.warpers)
+        if self.warpers is not None:
             q = sampling.saguaro_distribution(q, fan_out, self.downweight.value)
         return sampling.inverse_cdf(q, coins), q
 
@@ -144,13 +144,13 @@ class DraftWorker:
             drafted.append(token)
             drawn_from.append(q)
             tokens = token[:, None]
-        return torch.stack(drafted, 1), None if self.warper is None else torch.stack(drawn_from, 1)
+        return torch.stack(drafted, 1), None if self.warpers is None else torch.stack(drawn_from, 1)
 
     def fast_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Prompt look-up in each row's own text: point-mass proposals, q = 1 on the token, and no model."""
         texts = (self.text[row, :self.length[row]] for row in rows.tolist())
         tokens = torch.stack([continue_by_look_up(text, self.lookahead, self.model.vocab_size) for text in texts])
-        if self.warper is None:
+        if self.warpers is None:
             return tokens, None
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         like = torch.empty(self.model.vocab_size, dtype=dtype, device=tokens.device)
@@ -205,7 +205,7 @@ class DraftWorker:
                                     tree.mask[..., :seen])
         tokens, q = self.draw(logits, tree.coins[..., step], self.fan_out.shapes[True][step])
         self.cache.tokens.append(tokens)
-        if self.warper is not None:
+        if self.warpers is not None:
             self.cache.q.append(q)
 
     def coins(self, *shape: int) -> torch.Tensor:

@@ -113,9 +113,9 @@ class CausalLM:
         speculation."""
         limit = text_limit(self.network.config)
         if limit is not None and longest > limit:
-            raise UserError(f"this {self.network.config.model_type} model treats texts of more than {limit} tokens in a "
-                            f"way that KV slots cannot express, and this run may need {longest}: shorten the prompt or "
-                            "--max-new-tokens")
+            raise UserError(f"this {self.network.config.model_type} model treats texts of more than {limit} tokens in "
+                            f"a way that KV slots cannot express, and this run may need {longest}: shorten the prompt "
+                            "or --max-new-tokens")
         self.kv, self.last_position = KVSlots(longest + spare), min(longest, self.context) - 1
 
     @torch.inference_mode()

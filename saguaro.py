@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextSt
 from cache import Costs, FanOut, Outcome, Speculation, best_lookahead
 from draft_worker import Backup, Downweight, DraftWorker
 from model import CausalLM, UserError, context_length, load
-from sampling import logits_warper
+from sampling import logits_warpers
 from target_worker import Generation, NoSpeculator, Speculator, Stats, TargetWorker, decode
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the embedded pair
@@ -281,7 +281,7 @@ class Run:
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template, self.context)
-        self.warper = logits_warper(settings.temperature, settings.top_k, settings.top_p)
+        self.warpers = logits_warpers(settings.temperature, settings.top_k, settings.top_p)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -357,14 +357,14 @@ class Run:
         s = self.settings
         fast_rate = s.acceptance_rate if s.backup == "neural" else FAST_ACCEPTANCE
         fan_out = FanOut(s.fan_out, self.budget, self.lookahead, s.acceptance_rate, fast_rate, s.miss_exponent)
-        auto_downweight = s.downweight == "auto" and self.warper is not None
+        auto_downweight = s.downweight == "auto" and self.warpers is not None
         C = 1.0 if s.downweight == "auto" else s.downweight
         downweight = Downweight(None if auto_downweight else C, **self.times)
         backup = Backup(s.backup, self.lookahead, s.acceptance_rate, self.times["T_p"], self.times["T_b"])
-        return DraftWorker(model, self.warper, s.seed + 1, self.lookahead, fan_out, downweight, backup)
+        return DraftWorker(model, self.warpers, s.seed + 1, self.lookahead, fan_out, downweight, backup)
 
     def wire(self) -> Wire:
-        q_dtype = None if self.warper is None else torch.promote_types(self.dtype, torch.float32)
+        q_dtype = None if self.warpers is None else torch.promote_types(self.dtype, torch.float32)
         return Wire(self.wire_device, self.lookahead, self.vocab_size, q_dtype)
 
     def batches(self) -> Iterator[list[list[int]]]:
@@ -387,7 +387,7 @@ def run_target(run: Run) -> None:
         run.tune(target, draft)
         lookahead = run.lookahead
         speculator = run.draft_worker(draft) if draft else RemoteSpeculator(run.wire())
-    worker = TargetWorker(target, run.warper, s.seed)
+    worker = TargetWorker(target, run.warpers, s.seed)
     eos = [] if s.ignore_eos else target.eos_tokens
     stats, generations = Stats(), []
     display = Display(run)

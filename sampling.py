@@ -1,5 +1,4 @@
-"""Distributions: what the draft draws from, and how the target decides without a trace of the draft (sections 2,
-4.2).
+"""Distributions: how the target decides without a trace of the draft, and what the draft draws from (section 4.2).
 
 Speculative decoding is lossless because of two formulas (Leviathan et al. 2023; Chen et al. 2023). A token s drawn
 from q is
@@ -16,18 +15,15 @@ the draft caches anyway:  sigma_{F,C}(z)_t  proportional to  C exp(z_t) if t in 
 
 Here `p` and `q` are probabilities, float32 or wider; logits are called logits. V is the vocabulary size.
 """
-from typing import Callable
-
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 
-def logits_warper(temperature: float, top_k: int = 0, top_p: float = 1.0) -> LogitsProcessorList | None:
-    """transformers' own warpers in the order in which `generate` applies them; None stands for greedy (temperature
-    0)."""
+def logits_warpers(temperature: float, top_k: int = 0, top_p: float = 1.0) -> list[LogitsProcessor] | None:
+    """transformers' own, in the order in which `generate` applies them; None, for greedy, at temperature 0."""
     if temperature == 0:
         return None
-    warpers = LogitsProcessorList()
+    warpers: list[LogitsProcessor] = []
     if temperature != 1:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
     if top_k:
@@ -37,13 +33,16 @@ def logits_warper(temperature: float, top_k: int = 0, top_p: float = 1.0) -> Log
     return warpers
 
 
-def probabilities(logits: torch.Tensor, warper: Callable | None) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, warpers: list[LogitsProcessor] | None) -> torch.Tensor:
     """Next-token distribution for logits `[..., V]`, same shape: softmax of the warped logits, or, for greedy
-    decoding (`warper` None), the point mass at the argmax."""
+    decoding (`warpers` None), the point mass at the argmax."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if warper is None:
+    if warpers is None:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return warper(None, logits.flatten(0, -2)).view_as(logits).softmax(-1)
+    warped = logits.flatten(0, -2)
+    for warp in warpers:
+        warped = warp(None, warped)
+    return warped.view_as(logits).softmax(-1)
 
 
 def inverse_cdf(p: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,8 @@ Autoregressive decoding, speculative decoding and SSD are one loop with three sp
 
 The target never learns which speculator it has: `NoSpeculator` (K = 0) makes the loop autoregressive decoding; the
 draft worker, called in the same process, makes it speculative decoding; a proxy for the draft's process makes it
-SSD. """
+SSD.
+"""
 import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Protocol
@@ -24,9 +25,9 @@ from model import CausalLM, Stopwatch
 class TargetWorker:
     """The target model and the verified text of a batch of B rows."""
 
-    def __init__(self, model: CausalLM, warper: Callable | None, seed: int):
-        """`warper`: see `sampling.logits_warper`; `seed` of the coins that accept, reject and draw bonus tokens."""
-        self.model, self.warper = model, warper
+    def __init__(self, model: CausalLM, warpers: list | None, seed: int):
+        """`warpers`: see `sampling.logits_warpers`; `seed` of the coins that accept, reject and draw bonus tokens."""
+        self.model, self.warpers = model, warpers
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
 
@@ -45,7 +46,7 @@ class TargetWorker:
         with self.watch("verify"):
             drafted = speculation.tokens.to(self.model.device)
             logits = self.model.causal(torch.cat([self.last, drafted], 1), self.length - 1)
-            p = sampling.probabilities(logits, self.warper)
+            p = sampling.probabilities(logits, self.warpers)
             coins = torch.rand(logits.shape[:2], generator=self.generator).to(p.device)
             q = None if speculation.q is None else speculation.q.to(p.device)
             num_accepted, bonus = sampling.verify(p, drafted, q, coins)

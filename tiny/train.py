@@ -2,13 +2,19 @@
 
     python tiny/train.py            # corpus -> tokenizer -> target -> draft, into tiny/target and tiny/draft
 
-Corpus: the source of the Python standard library of the interpreter that runs this script, tests included (CPython 3.11,
-Python Software Foundation licence), without generated tables and without the files `HELD_OUT`: 9.4M tokens of a byte-level
-BPE with 2,048 tokens. The target (24 layers of width 128, 5.1M parameters) learns to predict the next token; the
-draft (3 layers, 0.9M) starts from the target's embedding, its first two layers, its last layer and its final norm, and then
-minimises KL(target || draft). Optimiser: Muon for the matrices inside the layers, AdamW for the rest.
+Corpus: the source of the Python standard library of the interpreter that runs this script, tests included (CPython
+3.11, Python Software Foundation licence), without generated tables and without the files `HELD_OUT`: 9.4M tokens of
+a byte-level BPE with 2,048 tokens. The target (24 layers of width 128, 5.1M parameters) learns to predict the next
+token; the draft (3 layers, 0.9M) starts from the target's embedding, its first two layers, its last layer and its
+final norm, and then minimises KL(target || draft). Optimiser: Muon for the matrices inside the layers, AdamW for
+the rest.
 
-@@RECIPE@@
+How the pair in this folder came about (2 cores at 2.5 GHz without bfloat16 arithmetic, so float32; torch 2.13): the
+target took 700 steps of a 1,000-step cosine schedule, then 60 steps in windows of 512 tokens with the learning rate
+falling from 1.2e-3 to zero; about an hour of an otherwise idle machine. Held-out loss: 2.76 nats a token in windows
+of 256 tokens, 2.72 in windows of 512. The draft took 330 steps and 200 more from 2.5e-3 down, 21 minutes: held-out
+KL(target || draft) 0.37 nats a token. The defaults below are the same numbers of steps in one go, which was not
+tried.
 """
 import argparse
 import copy
@@ -75,7 +81,8 @@ def windows(tokens: torch.Tensor, steps: int, generator: torch.Generator):
     for step in range(steps):
         length = SHORT if step < LONG_AFTER * steps else CONTEXT
         while len(queue) < BATCH // length:
-            starts = torch.arange(int(torch.randint(CONTEXT, (1,), generator=generator)), len(tokens) - CONTEXT - 1, length)
+            offset = int(torch.randint(CONTEXT, (1,), generator=generator))
+            starts = torch.arange(offset, len(tokens) - CONTEXT - 1, length)
             queue = starts[torch.randperm(len(starts), generator=generator)].tolist() + queue
         yield torch.stack([tokens[start:start + length + 1] for start in (queue.pop() for _ in range(BATCH // length))])
 
@@ -165,7 +172,7 @@ def autocast(device: torch.device):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded pair.")
     parser.add_argument("--target-steps", type=int, default=760, help="0 keeps the target and trains only the draft")
-    parser.add_argument("--draft-steps", type=int, default=330)
+    parser.add_argument("--draft-steps", type=int, default=530)
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
