@@ -616,6 +616,26 @@ def test_after_twenty_rounds_of_hits_and_misses_all_KV_equals_a_fresh_prefill(pr
     assert_kv_is_fresh(worker.model, texts, list(map(len, texts)))
 
 
+def test_when_rows_leave_the_batch_the_draft_keeps_the_texts_and_the_KV_of_the_others():
+    net = network(max_position_embeddings=128)
+    worker, texts = ahead(draft_worker(imitation(net, 0.15))), [list(prompt) for prompt in RAGGED]
+    answer, rows, sizes = worker.speculate, list(range(len(RAGGED))), []
+
+    def speculate(outcome):
+        speculation = answer(outcome)
+        rows[:] = [row for row, k in zip(rows, outcome.num_accepted) if k >= 0]
+        going_on = [texts[row] for row in rows]
+        assert [text[:length] for text, length in zip(worker.text.tolist(), worker.length)] == going_on
+        assert_kv_is_fresh(worker.model, going_on, [max(1, len(text) - 4) for text in going_on])  # K + 1 = 4
+        sizes.append(len(rows))
+        return speculation
+
+    worker.speculate = speculate
+    decode(TargetWorker(CausalLM(net), None, 0), worker, RAGGED, 40, 3, [], Stats(),
+           on_tokens=lambda row, new: texts[row].extend(new))
+    assert len(set(sizes)) > 2, "rows must leave one after the other"
+
+
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))
 def test_every_branch_of_the_tree_sees_what_a_plain_forward_over_its_own_tokens_sees(family):
     """q of every branch and step = softmax of plain logits after: text, s_1..s_k, t*, the branch's own tokens."""
