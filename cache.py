@@ -88,8 +88,9 @@ class FanOut:
         self.accepted = {source: self.PRIOR * rate for source, rate in
                          ((True, acceptance_rate), (False, backup_acceptance_rate))}  # by "was it a hit?"
         self.judged = {True: float(self.PRIOR), False: float(self.PRIOR)}
-        self.ranks = self.PRIOR * -torch.tensor(
+        self.prior_ranks = self.PRIOR * -torch.tensor(
             [1.0] + [fan_out ** -miss_exponent / 2 for fan_out in range(1, budget + 1)] + [0.0]).diff()  # [budget + 1]
+        self.ranks = torch.zeros(budget + 1, dtype=torch.long)  # bonus tokens by rank; the last: beyond all guesses
         self.reshape()
 
     def observe(self, hit: torch.Tensor, num_accepted: torch.Tensor, rank: torch.Tensor) -> None:
@@ -110,7 +111,8 @@ class FanOut:
 
     def miss_rates(self) -> torch.Tensor:
         """`[budget]`: the share of bonus tokens not among the draft's F likeliest, for F = 1..budget."""
-        return 1 - self.ranks[:-1].cumsum(0) / self.ranks.sum()
+        ranks = self.prior_ranks + self.ranks
+        return 1 - ranks[:-1].cumsum(0) / ranks.sum()
 
     def reshape(self) -> None:
         self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (True, False)}

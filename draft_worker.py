@@ -235,8 +235,9 @@ class DraftWorker:
         return {"times": self.watch.read(), "learnt": {
             "acceptance_rate_primary": self.fan_out.acceptance_rate(True),
             "acceptance_rate_backup": self.fan_out.acceptance_rate(False),
-            "miss_exponent": self.fan_out.miss_exponent, "fan_out": self.fan_out.shapes[True],
-            "fan_out_after_backup": self.fan_out.shapes[False], "downweight": self.downweight.value,
+            "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": self.fan_out.ranks.tolist(),
+            "fan_out": self.fan_out.shapes[True], "fan_out_after_backup": self.fan_out.shapes[False],
+            "downweight": self.downweight.value,
             "backup": self.backup.best, "critical_batch_size": self.backup.critical_batch_size}}
 
 

@@ -36,6 +36,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.device, self.sums = device, {}
+        self.spans: list[tuple[str, float, float]] | None = None  # a list here receives (name, start, end) of all work
 
     @contextmanager
     def __call__(self, name: str):
@@ -43,8 +44,11 @@ class Stopwatch:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        ended = time.perf_counter()
         seconds, count = self.sums.get(name, (0.0, 0))
-        self.sums[name] = (seconds + time.perf_counter() - started, count + 1)
+        self.sums[name] = (seconds + ended - started, count + 1)
+        if self.spans is not None:
+            self.spans.append((name, started, ended))
 
     def read(self) -> dict[str, tuple[float, int]]:
         """(seconds, count) of every kind of work since the last reading."""

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ def option(default, help: str, **extra):
 
 @dataclass
 class Settings:
+    """Speculative speculative decoding: the draft prepares for the target's verdict while the target is still
+    verifying."""
     prompt: tuple[str, ...] = option((), "texts to continue", nargs="+", metavar="TEXT")
     prompts: str | None = option(None, "JSON Lines with a field prompt, question or text in each line", metavar="FILE")
     target: str = option(str(TINY / "target"), "target model: a Hugging Face Hub id or a folder", metavar="MODEL")
@@ -123,15 +125,16 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def parse_settings(arguments: list[str] | None = None) -> Settings:
-    parser = Parser(description="Speculative speculative decoding: the draft prepares for the target's verdict "
-                                "while the target is still verifying.", allow_abbrev=False,
+def parse_settings(arguments: list[str] | None = None, kind: type[Settings] = Settings) -> Settings:
+    """The command line as `kind`; its docstring is what --help begins with."""
+    parser = Parser(description=kind.__doc__, allow_abbrev=False,
                     epilog="* Chosen by times measured at start-up: sampled text can then differ from machine to "
                            "machine and from run to run; greedy text never does.")
-    for f in fields(Settings):
-        kind = {"action": "store_true"} if f.type is bool else {"type": f.type if f.type in (int, float) else str}
-        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kind | f.metadata)
-    settings = Settings(**vars(parser.parse_args(arguments)))
+    for f in fields(kind):
+        if f.metadata:  # else it is no option
+            form = {"action": "store_true"} if f.type is bool else {"type": f.type if f.type in (int, float) else str}
+            parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **form | f.metadata)
+    settings = kind(**vars(parser.parse_args(arguments)))
     settings.check()
     return settings
 
@@ -477,9 +480,14 @@ class Display:
 
 @record
 def main() -> None:
+    start(parse_settings, Run, lambda run: run_target(run) if own_rank() == TARGET else run_draft(run))
+
+
+def start(parse: Callable[[], Settings], kind: type[Run], work: Callable[[Run], None]) -> None:
+    """Do the work in as many ranks as the settings ask for; launch them first, if nobody has."""
     rank, world = own_rank(), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        settings = parse_settings()
+        settings = parse()
         ranks = 2 if settings.mode == "ssd" else 1
         if world > 2:
             raise UserError(f"{world} ranks were started; one target rank and one draft rank are all there is")
@@ -488,14 +496,14 @@ def main() -> None:
             sys.exit(launch(ranks))
         if rank >= ranks:
             return  # only ssd needs a second process
-        run = Run(settings)
+        run = kind(settings)
     except UserError as problem:
         complain(problem, only_rank=TARGET)
     try:
         torch.set_num_threads(threads(settings.mode, rank))
         if settings.mode == "ssd":
             run.join()
-        run_target(run) if rank == TARGET else run_draft(run)
+        work(run)
     except UserError as problem:
         complain(problem)
     except (RuntimeError, dist.DistBackendError) as problem:
@@ -510,7 +518,7 @@ def complain(problem: UserError, only_rank: int | None = None) -> None:
     """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the
     time."""
     if only_rank is None or own_rank() == only_rank:
-        print(f"saguaro.py: error: {problem}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)
     sys.exit(2)
@@ -523,18 +531,19 @@ def threads(mode: str, rank: int) -> int:
 
 
 def launch(ranks: int) -> int:
-    """`python saguaro.py` and a torchrun of one process: start the ranks through torch's own launcher; returns the
-    exit status."""
+    """`python saguaro.py`, `python bench.py` and a torchrun of one process: start the ranks through torch's own
+    launcher; returns the exit status."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        torch.distributed.run.main(["--standalone", "--nproc-per-node", str(ranks), __file__, *sys.argv[1:]])
+        torch.distributed.run.main(["--standalone", "--nproc-per-node", str(ranks), *sys.argv])
     except ChildFailedError as failure:
         rank, cause = failure.get_first_failure()
         if cause.exitcode != 2:  # 2: the rank has said what was wrong
-            print(f"saguaro.py: rank {rank} ({ROLES[rank]}) failed with exit code {cause.exitcode}", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: rank {rank} ({ROLES[rank]}) failed with exit code {cause.exitcode}",
+                  file=sys.stderr)
         return 2 if cause.exitcode == 2 else 1
     return 0
 

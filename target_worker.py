@@ -120,6 +120,7 @@ class Stats:
     accepted: int = 0
     rejected: int = 0           # rejections: at most one per row and round
     hits: int = 0
+    hit_tokens: int = 0         # those of `tokens` that the rounds after a hit gave
     times: dict[str, tuple[float, int]] = field(default_factory=dict)  # (seconds, count) by kind of work
     learnt: dict[str, Any] = field(default_factory=dict)  # the draft's estimates and choices after the last batch
 
@@ -159,6 +160,8 @@ class Stats:
             "tokens_per_round": ratio(decoded, self.row_rounds),
             "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected) if lookahead else None,
             "hit_rate": ratio(self.hits, self.row_rounds) if lookahead else None,
+            "E_hit": ratio(self.hit_tokens, self.hits),
+            "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
             "verifier_utilisation": ratio(self.times["verify"][0], self.seconds) if self.rounds else None,
             "T_p": ratio(trunk + lookahead * step, verify) if trunk and step else None,
             "T_b": ratio(backup, verify),
@@ -195,6 +198,7 @@ def decode(target: TargetWorker, speculator: Speculator, prompts: list[list[int]
             new = generations[index].extend(drafted[row][:accepted[row]] + [bonus[row]], rooms[index], eos,
                                             "length" if rooms[index] == max_new_tokens else "context")
             stats.tokens += len(new)
+            stats.hit_tokens += len(new) if speculation.hit[row] else 0
             on_tokens(index, new)
         going_on = torch.tensor([generations[index].finish_reason is None for index in rows])
         if not going_on.all():
