@@ -50,6 +50,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -59,6 +60,7 @@ import torch.multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation import utils as generation_utils
 
+import bench
 import cache
 import saguaro
 import sampling
@@ -792,6 +794,9 @@ def test_lengths_endings_and_statistics_add_up_for_random_settings(seed):
     if stats.rounds:
         assert summary["hit_rate"] == stats.hits / stats.row_rounds
         assert 0 <= summary["acceptance_rate"] <= 1 and summary["tokens_per_round"] <= lookahead + 1
+        after_hits, after_misses = (summary["hit_rate"] * (summary["E_hit"] or 0),
+                                    (1 - summary["hit_rate"]) * (summary["E_miss"] or 0))
+        assert after_hits + after_misses == pytest.approx(summary["tokens_per_round"])
     if temperature == 0:
         reference = [greedy_reference(net, prompt, min(max_new_tokens, 64 - len(prompt)), eos) for prompt in prompts]
         assert [g.tokens for g in generations] == reference
@@ -1545,6 +1550,40 @@ def test_two_ranks_complain_once():
     for (sentence, command), done in zip(wrong.items(), run(*wrong.values())):
         assert done.stderr.count("saguaro.py: error:") == 1 and sentence in done.stderr
         assert done.returncode == (2 if command[:2] == PYTHON else 1)  # torchrun has a status of its own
+
+
+@slow
+def test_the_benchmark_runs_and_checks_that_all_write_the_same_greedy_text(tmp_path):
+    done, = run([sys.executable, HERE / "bench.py", "--quick", "--out", tmp_path / "out.json"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "out.json").read_text("utf-8"))["results"]
+    assert {"ar", "sd", "ssd", "generate", "generate, assisted", "generate, look-up"} <= {r["name"] for r in results}
+    assert all(speed > 0 for result in results for speed in result["tokens_per_second"])
+
+
+def test_the_benchmark_stops_when_a_greedy_text_differs():
+    competitors = [SimpleNamespace(name=name, texts=[text], settings=SimpleNamespace(temperature=0))
+                   for name, text in (("ar", [1, 2]), ("ssd", [1, 3]))]
+    settings = SimpleNamespace(settings=SimpleNamespace(max_new_tokens=2), dtype=torch.float32)
+    bench.check_texts(settings, competitors[:1] * 2)
+    with pytest.raises(SystemExit, match="other greedy text than ar"):
+        bench.check_texts(settings, competitors)
+
+
+def test_the_benchmark_predicts_by_theorem_7():
+    nothing = dict.fromkeys(("hit_rate", "E_hit", "T_p", "T_b"))
+    plain = nothing | {"E_miss": 1.0, "rows": 1.0, "verify_seconds": 0.02}
+    assert bench.predicted_speed(plain) == pytest.approx(50)
+    assert bench.predicted_speed(plain | {"E_miss": 3.0, "hit_rate": 0.0, "T_b": 0.5}) == pytest.approx(100)
+    ssd = plain | {"hit_rate": 0.8, "E_hit": 4.0, "E_miss": 3.0, "T_p": 1.2, "T_b": 0.5}
+    assert bench.predicted_speed(ssd) == pytest.approx(50 * (0.8 * 4 + 0.2 * 3) / (0.8 * 1.2 + 0.2 * 1.5))
+
+
+def test_a_fitted_acceptance_rate_gives_back_the_speed_it_was_fitted_to(capsys):
+    assert bench.fitted_acceptance_rate(cache.expected_tokens(0.7, 5), 5) == pytest.approx(0.7)
+    bench.predict(bench.BenchSettings())
+    large, small = (row for row in capsys.readouterr().out.splitlines() if " fitted  " in row)
+    assert large.count("161.8") == 2 and small.count("136.8") == 2  # SD: predicted, and measured in the paper
 
 
 @slow
