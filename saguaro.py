@@ -78,8 +78,8 @@ class Settings:
     seed: int = option(0, "same seed, same flags: same text", metavar="N")
     ignore_eos: bool = option(False, "do not stop at an end-of-sequence token")
     apply_chat_template: bool = option(False, "make each prompt a user turn of the tokenizer's chat template")
-    lookahead: int | str = option(5, "K, tokens drafted per round, or auto*", type=number_or_auto(int), metavar="K")
-    budget: int | str = option(16, "outcomes prepared for per round and row, the sum of the fan-out, or auto*",
+    lookahead: int | str = option(4, "K, tokens drafted per round, or auto*", type=number_or_auto(int), metavar="K")
+    budget: int | str = option(12, "outcomes prepared for per round and row, the sum of the fan-out, or auto*",
                                type=number_or_auto(int), metavar="N")
     fan_out: str = option("auto", "shape of the cache: Theorem 12's with a and r as given (geometric) or estimated on "
                           "the way (auto), or uniform", choices=("auto", "geometric", "uniform"))
