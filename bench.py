@@ -399,7 +399,7 @@ def sweep_fan_out(bench: Bench) -> None:
         for c in competitors:
             ranks = torch.tensor(c.summary()["bonus_ranks"]).double()
             miss = 1 - ranks[:-1].cumsum(0) / ranks.sum()
-            missed, r = miss > 0, fit_power_law(miss)
+            missed, r = miss > 0, fit_power_law(miss.tolist())
             scale = (miss[missed].log() + r * fan_out[missed].log()).mean().exp()
             points, = axes.plot(fan_out[missed], miss[missed], linestyle="", label=f"{c.name}: r = {r:.2f}")
             axes.plot(fan_out, scale * fan_out ** -r, color=points.get_color(), marker="", linewidth=1)

@@ -14,6 +14,7 @@ law). Then the best shape is a capped geometric series (Thm. 12):
 import heapq
 import itertools
 import math
+import statistics
 from dataclasses import dataclass, field
 from typing import Iterable, NamedTuple
 
@@ -88,9 +89,9 @@ class FanOut:
         self.accepted = {source: self.PRIOR * rate for source, rate in
                          ((True, acceptance_rate), (False, backup_acceptance_rate))}  # by "was it a hit?"
         self.judged = {True: float(self.PRIOR), False: float(self.PRIOR)}
-        self.prior_ranks = self.PRIOR * -torch.tensor(
-            [1.0] + [fan_out ** -miss_exponent / 2 for fan_out in range(1, budget + 1)] + [0.0]).diff()  # [budget + 1]
-        self.ranks = torch.zeros(budget + 1, dtype=torch.long)  # bonus tokens by rank; the last: beyond all guesses
+        miss = [1.0, *(fan_out ** -miss_exponent / 2 for fan_out in range(1, budget + 1)), 0.0]
+        self.prior_ranks = [self.PRIOR * (more - less) for more, less in itertools.pairwise(miss)]
+        self.ranks = [0] * (budget + 1)  # bonus tokens by rank among the guesses; the last: beyond all of them
         self.reshape()
 
     def observe(self, hit: torch.Tensor, num_accepted: torch.Tensor, rank: torch.Tensor) -> None:
@@ -100,7 +101,8 @@ class FanOut:
         for source, k in zip(hit.tolist(), num_accepted.tolist()):
             self.accepted[source] += k
             self.judged[source] += min(k + 1, self.lookahead)
-        self.ranks += torch.bincount(rank.cpu().clamp(max=self.budget), minlength=self.budget + 1)
+        for place in rank.tolist():
+            self.ranks[min(place, self.budget)] += 1
         if self.policy == "auto":
             self.miss_exponent = fit_power_law(self.miss_rates())
             self.reshape()
@@ -109,10 +111,10 @@ class FanOut:
         """a_p (`hit`) or a_b: per-token acceptance rate of the primary's or the backup's speculations."""
         return self.accepted[hit] / self.judged[hit]
 
-    def miss_rates(self) -> torch.Tensor:
-        """`[budget]`: the share of bonus tokens not among the draft's F likeliest, for F = 1..budget."""
-        ranks = self.prior_ranks + self.ranks
-        return 1 - ranks[:-1].cumsum(0) / ranks.sum()
+    def miss_rates(self) -> list[float]:
+        """The share of bonus tokens not among the draft's F likeliest, for F = 1..budget."""
+        ranks = [prior + seen for prior, seen in zip(self.prior_ranks, self.ranks)]
+        return [1 - found / sum(ranks) for found in itertools.accumulate(ranks[:-1])]
 
     def reshape(self) -> None:
         self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (True, False)}
@@ -127,15 +129,13 @@ class FanOut:
         return torch.tensor([self.shapes[source] for source in hit.tolist()])
 
 
-def fit_power_law(miss_rates: torch.Tensor) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11): minus the least-squares slope of log miss rate `[n]` against
-    log F, F = 1..n. Kept within 0.1 and 10; with fewer than two misses to fit, 1."""
-    fan_out = torch.arange(1, len(miss_rates) + 1)[miss_rates > 0].double().log()
-    miss = miss_rates[miss_rates > 0].double().log()
-    if len(miss) < 2:
+def fit_power_law(miss_rates: list[float]) -> float:
+    """The r of miss(F) proportional to F^-r (Def. 11): minus the least-squares slope of log miss rate against log F,
+    F = 1, 2, ... Kept within 0.1 and 10; with fewer than two misses to fit, 1."""
+    points = [(math.log(fan_out), math.log(miss)) for fan_out, miss in enumerate(miss_rates, start=1) if miss > 0]
+    if len(points) < 2:
         return 1.0
-    slope = ((fan_out - fan_out.mean()) * (miss - miss.mean())).sum() / (fan_out - fan_out.mean()).square().sum()
-    return min(max(-float(slope), 0.1), 10.0)
+    return min(max(-statistics.linear_regression(*zip(*points)).slope, 0.1), 10.0)
 
 
 def rank_guesses(logits: torch.Tensor, drafted: torch.Tensor, depth: int) -> torch.Tensor:

@@ -110,13 +110,15 @@ class DraftWorker:
         if self.cache:
             self.cache, self.ranked = self.cache.keep(rows), self.ranked[rows]
 
-    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn
-        from. `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position that verifies
-        it (Def. 14)."""
+    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int
+             ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions they were drawn from;
+        when greedy the likeliest tokens, and None. `fan_out` is F_{i-1} for token s_i: the guesses that the cache
+        will hold at the position that verifies it (Def. 14)."""
+        if self.warpers is None:
+            return logits.argmax(-1), None
         q = sampling.probabilities(logits, self.warpers)
-        if self.warpers is not None:
-            q = sampling.saguaro_distribution(q, fan_out, self.downweight.value)
+        q = sampling.saguaro_distribution(q, fan_out, self.downweight.value)
         return sampling.inverse_cdf(q, coins), q
 
     # ---- the backup, after a miss ----
@@ -205,7 +207,7 @@ class DraftWorker:
                                     tree.mask[..., :seen])
         tokens, q = self.draw(logits, tree.coins[..., step], self.fan_out.shapes[True][step])
         self.cache.tokens.append(tokens)
-        if self.warpers is not None:
+        if q is not None:
             self.cache.q.append(q)
 
     def coins(self, *shape: int) -> torch.Tensor:
@@ -235,7 +237,7 @@ class DraftWorker:
         return {"times": self.watch.read(), "learnt": {
             "acceptance_rate_primary": self.fan_out.acceptance_rate(True),
             "acceptance_rate_backup": self.fan_out.acceptance_rate(False),
-            "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": self.fan_out.ranks.tolist(),
+            "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": self.fan_out.ranks,
             "fan_out": self.fan_out.shapes[True], "fan_out_after_backup": self.fan_out.shapes[False],
             "downweight": self.downweight.value,
             "backup": self.backup.best, "critical_batch_size": self.backup.critical_batch_size}}
@@ -264,10 +266,11 @@ def continue_by_look_up(text: torch.Tensor, count: int, vocab_size: int) -> torc
 class Downweight:
     """C of Saguaro sampling (Def. 14): a number, or None to choose it from `GRID` as decoding goes.
 
-    Every C is tried for `TRIALS` verifications of a row; from then on the one with the highest Theorem 7 speed
-    leads, by means that are drawn towards the common mean as if by `PRIOR` more verifications, and that go on being
-    updated."""
-    GRID, TRIALS, PRIOR = (1.0, 0.7, 0.4, 0.1), 24, 24
+    Downhill from C = 1: while the lowest C tried has the highest Theorem 7 speed, the next lower one is tried, for
+    `TRIALS` verifications of a row; otherwise the best of those tried leads. So a pair that gains nothing by C < 1
+    hardly pays for knowing it. Means are drawn towards the common mean as if by `PRIOR` more verifications, and go on
+    being updated."""
+    GRID, TRIALS, PRIOR = (1.0, 0.7, 0.4, 0.1), 48, 24
 
     def __init__(self, value: float | None, T_p: float = 1.0, T_b: float = 0.5):
         """T_p, T_b: one pre-speculation, one backup, in verifications."""
@@ -281,8 +284,10 @@ class Downweight:
             return
         self.sums[self.verified] += torch.tensor([len(hit), int((num_accepted + 1).sum()), int(hit.sum())])
         self.verified = self.value
-        untried = [C for C in self.GRID if self.sums[C][0] < self.TRIALS]
-        self.value = untried[0] if untried else max(self.GRID, key=lambda C: self.speed(C, len(hit)))
+        tried = [C for C in self.GRID if self.sums[C][0] >= self.TRIALS]
+        best = max(tried, key=lambda C: self.speed(C, len(hit))) if tried else None
+        at_the_edge = len(tried) < len(self.GRID) and (not tried or best == tried[-1])
+        self.value = self.GRID[len(tried)] if at_the_edge else best
 
     def speed(self, C: float, batch_size: int) -> float:
         count, tokens, hits = self.sums[C].tolist()
@@ -300,7 +305,7 @@ class Backup:
     changes over for a gain of `HYSTERESIS`. Every `EXPLORE`th round it uses the other one, to learn about that too.
     The times T are measured once at start-up and never again, so that for given times the choices, and with them
     sampled text, depend on the seed alone."""
-    HYSTERESIS, EXPLORE, PRIOR = 1.05, 16, 8
+    HYSTERESIS, EXPLORE, PRIOR = 1.05, 32, 8
 
     def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, T_p: float = 1.0,
                  T_neural: float = 0.5, T_fast: float = 0.0):

@@ -81,7 +81,7 @@ HERE = Path(__file__).resolve().parent
 @lru_cache(maxsize=None)
 def network(family: str = "llama", seed: int = 0, **changes):
     """A random network of a Hugging Face architecture, in float64. Made once: to change it, copy it."""
-    shape = dict(vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+    shape = dict(vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
                  intermediate_size=48, max_position_embeddings=64, initializer_range=0.3,
                  eos_token_id=None, bos_token_id=None, pad_token_id=None)
     torch.manual_seed(seed)
@@ -489,8 +489,8 @@ def test_power_law_hit_rate_is_the_share_of_simulated_outcomes_in_the_cache():
 
 def test_the_fitted_exponent_is_that_of_the_power_law():
     for r in (0.2, 1.0, 2.5):
-        assert cache.fit_power_law(0.4 * torch.arange(1, 17) ** -r) == pytest.approx(r, abs=1e-5)
-    assert cache.fit_power_law(torch.zeros(8)) == 1.0
+        assert cache.fit_power_law([0.4 * fan_out ** -r for fan_out in range(1, 17)]) == pytest.approx(r)
+    assert cache.fit_power_law([0.0] * 8) == 1.0
 
 
 def test_auto_fan_out_learns_the_acceptance_rates_and_the_exponent():
@@ -517,7 +517,7 @@ def test_a_given_fan_out_does_not_learn(policy):
     assert cache.uniform_fan_out(16, 5) == [3, 3, 3, 3, 2, 2]
 
 
-def test_auto_downweight_finds_the_best_constant():
+def test_auto_downweight_finds_the_best_constant_and_tries_none_that_is_much_worse():
     """Two made-up pairs: lowering C costs few accepted tokens and gains many hits, or only costs."""
     for pays, best in ((True, 0.1), (False, 1.0)):
         generator, choice, history = torch.Generator().manual_seed(0), Downweight(None, T_p=1.0, T_b=1.0), []
@@ -526,7 +526,7 @@ def test_auto_downweight_finds_the_best_constant():
             choice.observe(accept(1, 4, 0.75 + 0.05 * C if pays else 0.3 + 0.5 * C, generator),
                            torch.rand(1, generator=generator) < (1 - 0.7 * C if pays else 0.5))
             history.append(choice.value)
-        assert set(history) == set(Downweight.GRID) and history[300:].count(best) > 200
+        assert set(history) == (set(Downweight.GRID) if pays else {1.0, 0.7}) and history[300:].count(best) > 250
 
 
 @pytest.mark.parametrize("rows, expected", ((1, "neural"), (32, "fast")))
@@ -599,7 +599,7 @@ def assert_kv_is_fresh(lm: CausalLM, texts: list[list[int]], lengths: list[int])
 @pytest.mark.parametrize("mode", ("sd", "ssd", "ssd, early outcome", "ssd, fast backup"))
 @pytest.mark.parametrize("temperature", (0, 0.7))
 def test_after_twenty_rounds_of_hits_and_misses_all_KV_equals_a_fresh_prefill(prompts, mode, temperature):
-    net = network(max_position_embeddings=128)
+    net = network(num_hidden_layers=2, max_position_embeddings=128)
     warpers = sampling.logits_warpers(temperature)
     target = TargetWorker(CausalLM(net), warpers, 0)
     worker = draft_worker(imitation(net, 0.15), warpers, backup="fast" if "fast" in mode else "neural")
@@ -642,7 +642,7 @@ def test_when_rows_leave_the_batch_the_draft_keeps_the_texts_and_the_KV_of_the_o
 def test_every_branch_of_the_tree_sees_what_a_plain_forward_over_its_own_tokens_sees(family):
     """q of every branch and step = softmax of plain logits after: text, s_1..s_k, t*, the branch's own tokens."""
     warpers = sampling.logits_warpers(1)
-    net = network(family, max_position_embeddings=128)
+    net = network(family, num_hidden_layers=2, max_position_embeddings=128)
     target, worker = TargetWorker(CausalLM(net), warpers, 0), ahead(draft_worker(imitation(net, 0.2), warpers))
     record = run_rounds(target, worker, RAGGED, 5, 3)
     tokens = worker.speculate(record[-1][1]).tokens
@@ -670,7 +670,7 @@ def test_the_early_outcome_changes_neither_text_nor_hits(temperature, prompts, c
 
     def run(peeks: int | None):
         """The outcome arrives after `peeks` tree steps."""
-        worker = draft_worker(imitation(net, 0.3), warpers, **choices)
+        worker = draft_worker(imitation(net, 0.15), warpers, **choices)
         answer = worker.speculate
 
         def speculate(outcome):
@@ -729,8 +729,7 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_an_architecture_is_decoded_right_or_refused_never_decoded_wrongly(family):
-    config = dict(ARCHITECTURES[family])
-    net = network(family, **config)
+    net = network(family, num_hidden_layers=2, **ARCHITECTURES[family])
     if family in ("bloom", "mamba"):
         net = copy.deepcopy(net)
         del net.config.max_position_embeddings  # these have no such thing; only our helper gave it to them
@@ -851,9 +850,9 @@ def assert_all_kinds_of_rounds(rounds, lookahead: int = 3, hits: bool = True) ->
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_text_is_that_of_generate(family, mode):
     name, changes = FAMILIES[family]
-    net = network(name, **changes)
-    generations, rounds = greedy_texts(net, imitation(net, 0.1), mode, RAGGED, 40)
-    assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 40) for prompt in RAGGED]
+    net = network(name, num_hidden_layers=2, **changes)
+    generations, rounds = greedy_texts(net, imitation(net, 0.1), mode, RAGGED, 24)
+    assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 24) for prompt in RAGGED]
     if mode != "ar":
         assert_all_kinds_of_rounds(rounds, hits=mode != "sd")
 
@@ -1026,7 +1025,7 @@ def setting(temperature, top_k, top_p, downweight, marks=slow):
 
 
 SETTINGS = [setting(1.4, 4, 1.0, 0.5, marks=()),  # this one also in the edit loop
-            setting(1.0, 0, 1.0, 1.0), setting(0.7, 0, 1.0, 0.0), setting(1.0, 0, 0.85, 0.5)]
+            setting(1.0, 0, 0.85, 1.0), setting(0.7, 0, 1.0, 0.0)]
 
 
 def upper_tail(freedom: float, alpha: float) -> float:
@@ -1164,7 +1163,7 @@ GRID = [dict(downweight=C, backup=backup, shape=shape) for C in (1.0, 0.5, 0.0) 
 
 
 @slow
-@pytest.mark.parametrize("prompts, length", (([[1, 2, 3]], 100), ([[row] * (1 + row % 4) for row in range(7)], 120)),
+@pytest.mark.parametrize("prompts, length", (([[1, 2, 3]], 100), ([[row] * (1 + row % 4) for row in range(7)], 60)),
                          ids=("one row", "seven ragged rows"))
 @pytest.mark.parametrize("warping", ((0.7, 0, 1.0), (1.0, 6, 0.95)), ids=str)
 @pytest.mark.parametrize("choices", GRID, ids=lambda choices: " ".join(map(str, choices.values())))
@@ -1416,6 +1415,13 @@ def short_prompts(folder: Path) -> Path:
     return path
 
 
+def saguaro_here(monkeypatch, *arguments) -> None:
+    """`python saguaro.py ...` in this process, whose number of threads stays as it is."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(sys, "argv", ["saguaro.py", *map(str, arguments)])
+    saguaro.main()
+
+
 STATS = {"tokens", "seconds", "tokens_per_second", "rounds", "tokens_per_round", "acceptance_rate", "hit_rate",
          "verifier_utilisation", "T_p", "T_b", "prefill_seconds"}
 ALL_MODES = ("ar", "sd", "ssd")
@@ -1423,37 +1429,71 @@ ALL_MODES = ("ar", "sd", "ssd")
 
 def launch_all_modes(folder: Path) -> list[dict]:
     chosen = ("--prompts", short_prompts(folder), "--batch-size", 2, "--max-new-tokens", 24)
-    return run_for_json(folder, *([*torchrun(2), "--mode", mode, *chosen] for mode in ALL_MODES))
+    return run_for_json(folder, *([*torchrun(1 + (mode == "ssd")), "--mode", mode, *chosen] for mode in ALL_MODES))
 
 
-def launch_seeds(folder: Path) -> list[dict]:
-    """Seed 3 by torchrun with two ranks, and by `python saguaro.py`, which starts them itself; then seed 4."""
+def launch_twice(folder: Path) -> list[dict]:
+    """By torchrun with two ranks, and by `python saguaro.py`, which starts them itself."""
     chosen = ("--prompts", short_prompts(folder), "--batch-size", 3, "--max-new-tokens", 32, "--temperature", 1,
-              "--downweight", 0.5)
-    return run_for_json(folder, [*torchrun(2), *chosen, "--seed", 3], [*PYTHON, *chosen, "--seed", 3],
-                        [*PYTHON, *chosen, "--seed", 4])
+              "--downweight", 0.5, "--seed", 3)
+    return run_for_json(folder, *([*command, *chosen] for command in (torchrun(2), PYTHON)))
 
 
-def launch_without_arguments(_: Path) -> list[subprocess.CompletedProcess]:
-    """Also by a torchrun of one process: then that process starts the two ranks."""
-    return run(PYTHON, torchrun(1))
+def launch_without_arguments(_: Path) -> subprocess.CompletedProcess:
+    """By a torchrun of one process: that process starts the two ranks."""
+    return run(torchrun(1))[0]
 
 
-COMPLAINTS = {"--lookahead is 0": [*PYTHON, "--lookahead", 0], "no such folder": [*PYTHON, "--draft", "./nowhere"],
+KILLS = ((torchrun(2), saguaro.DRAFT), (PYTHON, saguaro.TARGET))
+
+
+def launch_and_kill(folder: Path) -> list[tuple[int, float, str]]:
+    return [kill_while_decoding(command, rank, folder / f"{rank}") for command, rank in KILLS]
+
+
+def kill_while_decoding(command: list[str], rank: int, errors: Path) -> tuple[int, float, str]:
+    """Exit status of a job one of whose ranks is killed, the seconds that it took to end, and its standard error."""
+    with open(errors, "w") as file:
+        job = subprocess.Popen([*command, "--prompts", str(saguaro.TINY / "prompts.jsonl"), "--max-new-tokens", "400",
+                                "--ignore-eos"], stdout=subprocess.DEVNULL, stderr=file, env=QUIET)
+    try:
+        wait_for(lambda: re.search(r"\d(token/s|s/token)", errors.read_text()))  # tqdm's bar has moved
+        victim = next(child for child in psutil.Process(job.pid).children(recursive=True)
+                      if child.environ().get("RANK") == str(rank))
+        started = time.monotonic()
+        victim.send_signal(signal.SIGKILL)
+        return job.wait(timeout=60), time.monotonic() - started, errors.read_text()
+    finally:
+        if job.poll() is None:
+            for process in psutil.Process(job.pid).children(recursive=True):
+                process.kill()
+            job.kill()
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+COMPLAINTS = {"no such folder": [*PYTHON, "--draft", "./nowhere"],
               "neither a folder": [*torchrun(2), "--target", "no-such-organisation/no-such-model"]}
 LAUNCHES = {  # by the test that looks at the results
     "test_torchrun_writes_the_same_greedy_text_in_every_mode": launch_all_modes,
-    "test_same_seed_and_flags_give_same_text_and_hits_however_started": launch_seeds,
+    "test_same_seed_and_flags_give_same_text_and_hits_however_started": launch_twice,
     "test_without_arguments_the_embedded_pair_continues_an_embedded_prompt": launch_without_arguments,
     "test_two_ranks_complain_once": lambda _: run(*COMPLAINTS.values()),
+    "test_a_killed_rank_ends_the_job_within_seconds_and_is_named": launch_and_kill,
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def background(request, tmp_path_factory):
-    """The launches run beside all other tests, one after the other: this is the dictionary of their futures."""
+    """The launches run beside all other tests, one after the other, politely: this is the dictionary of their
+    futures."""
     wanted = {item.originalname for item in request.session.items}
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) as pool:  # on Linux of this thread and its children
         yield {name: pool.submit(launch, tmp_path_factory.mktemp("launch"))
                for name, launch in LAUNCHES.items() if name in wanted}
 
@@ -1480,19 +1520,28 @@ def test_torchrun_writes_the_same_greedy_text_in_every_mode(launched):
 
 @slow
 def test_same_seed_and_flags_give_same_text_and_hits_however_started(launched):
-    first, second, other = launched
-    assert first["outputs"] == second["outputs"] != other["outputs"]
+    first, second = launched
+    assert first["outputs"] == second["outputs"]
     for name in ("hit_rate", "rounds", "acceptance_rate", "tokens"):
         assert first["stats"][name] == second["stats"][name]
+
+
+def test_another_seed_gives_another_text(monkeypatch, tmp_path):
+    """In this process, where importing torch costs nothing; mode sd, which needs no second process."""
+    texts = []
+    for seed in (3, 3, 4):
+        saguaro_here(monkeypatch, "--mode", "sd", "--temperature", 1, "--max-new-tokens", 8, "--seed", seed,
+                     "--json", tmp_path / "out.json")
+        texts.append(json.loads((tmp_path / "out.json").read_text("utf-8"))["outputs"][0]["tokens"])
+    assert texts[0] == texts[1] != texts[2]
 
 
 @slow
 def test_without_arguments_the_embedded_pair_continues_an_embedded_prompt(launched):
     prompt = next(saguaro.read_json_lines(saguaro.TINY / "prompts.jsonl"))
-    for done in launched:
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.startswith(prompt)
-        assert "tokens with ssd" in done.stdout and "verifier utilisation" in done.stdout
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    assert launched.stdout.startswith(prompt)
+    assert "tokens with ssd" in launched.stdout and "verifier utilisation" in launched.stdout
 
 
 WRONG = {
@@ -1567,12 +1616,9 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_invocation_gets_one_sentence_and_exit_status_2(arguments, wrong_inputs, monkeypatch, capsys):
-    """In this process, where importing torch costs nothing; mode sd, which needs no second process."""
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     words = [str(wrong_inputs.get(word, word)) for word in arguments.split()]
-    monkeypatch.setattr(sys, "argv", ["saguaro.py", *([] if "--mode" in words else ["--mode", "sd"]), *words])
     with pytest.raises(SystemExit) as stopped:
-        saguaro.main()
+        saguaro_here(monkeypatch, *([] if "--mode" in words else ["--mode", "sd"]), *words)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("saguaro.py: error:")]
     assert stopped.value.code == 2 and len(lines) == 1 and WRONG[arguments] in lines[0], lines
 
@@ -1610,33 +1656,10 @@ def test_a_fitted_acceptance_rate_gives_back_the_speed_it_was_fitted_to(capsys):
 
 
 @slow
-@pytest.mark.parametrize("command, rank", [(torchrun(2), saguaro.DRAFT), (PYTHON, saguaro.TARGET)],
-                         ids=("torchrun, draft", "python, target"))
-def test_a_killed_rank_ends_the_job_within_seconds_and_is_named(command, rank, tmp_path):
-    errors = tmp_path / "errors"
-    with open(errors, "w") as file:
-        job = subprocess.Popen([*command, "--prompts", str(saguaro.TINY / "prompts.jsonl"), "--max-new-tokens", "400",
-                                "--ignore-eos"], stdout=subprocess.DEVNULL, stderr=file, env=QUIET)
-    try:
-        wait_for(lambda: re.search(r"\d(token/s|s/token)", errors.read_text()))  # tqdm's bar has moved
-        victim = next(child for child in psutil.Process(job.pid).children(recursive=True)
-                      if child.environ().get("RANK") == str(rank))
-        started = time.monotonic()
-        victim.send_signal(signal.SIGKILL)
-        assert job.wait(timeout=60) != 0 and time.monotonic() - started < 20
-    finally:
-        if job.poll() is None:
-            for process in psutil.Process(job.pid).children(recursive=True):
-                process.kill()
-            job.kill()
-    assert re.search(rf"rank\s*:?\s*{rank}\b.*?-9", errors.read_text(), re.DOTALL), errors.read_text()[-3000:]
-
-
-def wait_for(condition, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
+def test_a_killed_rank_ends_the_job_within_seconds_and_is_named(launched):
+    for (_, rank), (status, seconds, errors) in zip(KILLS, launched):
+        assert status != 0 and seconds < 20
+        assert re.search(rf"rank\s*:?\s*{rank}\b.*?-9", errors, re.DOTALL), errors[-3000:]
 
 
 if __name__ == "__main__":
