@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 bench.py           AR, SD, SSD and transformers' own decoding: who is how fast, and why
     python bench.py --quick                        the same, shorter; bench.py launches its two ranks itself
-    python bench.py --sweep fan-out                one of the paper's figures; --help names the others
+    python bench.py --sweep timeline fan-out       some of the paper's figures; --help names the others
     python bench.py --predict                      no measurement: Theorem 7 on the paper's hardware
 
 How it measures. All variants live in one launch and take turns, batch by batch and in rotating order, so that a
@@ -713,8 +713,8 @@ class BenchSettings(Settings):
     quick: bool = option(False, f"only {QUICK_PROMPTS} prompts, {QUICK_TOKENS} tokens, and fewer variants")
     out: str | None = option(None, "write machine, settings and results of the comparison to FILE (JSON)",
                              metavar="FILE")
-    sweep: str | None = option(None, "measure and draw one of the paper's figures instead: " + ", ".join(SWEEPS),
-                               choices=tuple(SWEEPS), metavar="NAME")
+    sweep: tuple[str, ...] = option((), "measure and draw figures of the paper instead: " + ", ".join(SWEEPS),
+                                    nargs="+", choices=tuple(SWEEPS), metavar="NAME")
     figures: str = option("figures", "folder for the figures of --sweep", metavar="FOLDER")
     predict: bool = option(False, "no measurement: Theorem 7 on the paper's hardware")
     hit_rate: float = option(0.9, "p_hit for --predict", metavar="P")
@@ -749,7 +749,8 @@ def parse() -> BenchSettings:
 
 def work(bench: Bench) -> None:
     bench.load_models()
-    (SWEEPS[bench.settings.sweep] if bench.settings.sweep else compare)(bench)
+    for measurement in [SWEEPS[name] for name in bench.settings.sweep] or [compare]:
+        measurement(bench)
 
 
 @record

@@ -1444,6 +1444,20 @@ def launch_without_arguments(_: Path) -> subprocess.CompletedProcess:
     return run(torchrun(1))[0]
 
 
+def launch_benchmark(folder: Path) -> list[subprocess.CompletedProcess]:
+    """The comparison and all figures, of a pair and a prompt so small that they take seconds."""
+    target = network(vocab_size=2048, max_position_embeddings=128)
+    for name, net in (("target", target), ("draft", imitation(target, 0.15))):
+        copy.deepcopy(net).float().save_pretrained(folder / name)
+        for file in (saguaro.TINY / name).glob("tokenizer*.json"):
+            (folder / name / file.name).write_bytes(file.read_bytes())
+    command = [sys.executable, HERE / "bench.py", "--target", folder / "target", "--draft", folder / "draft", "--quick",
+               "--max-new-tokens", 22, "--prompts", folder / "prompt.jsonl"]
+    (folder / "prompt.jsonl").write_text('{"text": "def f(x):"}', "utf-8")
+    done = run([*command, "--out", folder / "out.json"], [*command, "--sweep", *bench.SWEEPS, "--figures", folder])
+    return [*done, json.loads((folder / "out.json").read_text("utf-8")), sorted(folder.glob("*.svg"))]
+
+
 KILLS = ((torchrun(2), saguaro.DRAFT), (PYTHON, saguaro.TARGET))
 
 
@@ -1483,6 +1497,7 @@ LAUNCHES = {  # by the test that looks at the results
     "test_torchrun_writes_the_same_greedy_text_in_every_mode": launch_all_modes,
     "test_same_seed_and_flags_give_same_text_and_hits_however_started": launch_twice,
     "test_without_arguments_the_embedded_pair_continues_an_embedded_prompt": launch_without_arguments,
+    "test_the_benchmark_compares_and_draws": launch_benchmark,
     "test_two_ranks_complain_once": lambda _: run(*COMPLAINTS.values()),
     "test_a_killed_rank_ends_the_job_within_seconds_and_is_named": launch_and_kill,
 }
@@ -1628,6 +1643,20 @@ def test_two_ranks_complain_once(launched):
     for (sentence, command), done in zip(COMPLAINTS.items(), launched):
         assert done.stderr.count("saguaro.py: error:") == 1 and sentence in done.stderr
         assert done.returncode == (2 if command[:2] == PYTHON else 1)  # torchrun has a status of its own
+
+
+@slow
+def test_the_benchmark_compares_and_draws(launched):
+    comparison, sweeps, written, figures = launched
+    for done in (comparison, sweeps):
+        assert done.returncode == 0, done.stderr[-3000:]
+    names = {result["name"] for result in written["results"]}
+    assert {"ar", "sd", "ssd", "generate", "generate, assisted", "generate, look-up"} < names
+    for result in written["results"]:
+        assert min(result["tokens_per_second"]) > 0
+        assert result["name"] in comparison.stdout and len(result["tokens_per_second"]) == 1
+    assert [figure.stem for figure in figures] == sorted(bench.SWEEPS)
+    assert all("</svg>" in figure.read_text("utf-8") for figure in figures)
 
 
 def test_the_benchmark_stops_when_a_greedy_text_differs():
