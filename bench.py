@@ -60,6 +60,8 @@ class Bench(Run):
         if settings.quick:
             settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, QUICK_TOKENS))
         super().__init__(settings)
+        if self.shards > 1:
+            raise UserError("bench.py measures one target rank and one draft rank: start two")
         if settings.quick:
             self.prompts = self.prompts[:QUICK_PROMPTS]
         context, longest = min(self.context, context_length(self.draft_config)), max(map(len, self.prompts))

@@ -15,16 +15,30 @@ A verified token lives in the slot whose number is its position. Then
 - a tree grows in scratch slots above the trunk, each branch seeing the trunk up to its own fork, and its ancestors.
 
 Hugging Face models take this unmodified: any object with a fitting `update` passes for `past_key_values`, and a 4-D
-`attention_mask` is used as it is.
+`attention_mask` is used as it is. So do models whose heads are shared out to several processes (`load_sharded`): each
+process keeps the slots of its own heads.
 """
+import math
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import torch.distributed.checkpoint
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+PARALLEL_STYLES = {  # by transformers' names; None: whole on every rank, as without a plan
+    "colwise": ColwiseParallel(), "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(), "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": None, "embedding_rowwise": None}
 
 
 class UserError(Exception):
@@ -214,6 +228,46 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
     except (OSError, ValueError) as problem:
         raise UserError(f"cannot load {path}: {str(problem).splitlines()[0]}") from problem
     return CausalLM(network, vocab_size)
+
+
+def parallel_plan(config: PretrainedConfig, shards: int) -> dict[str, ParallelStyle]:
+    """What each of `shards` processes computes of every layer: the plan that comes with the architecture, in PyTorch's
+    terms. Refuses a model without one, or whose parts cannot be shared evenly."""
+    styles = config.base_model_tp_plan
+    if not styles or not PARALLEL_STYLES.keys() >= set(styles.values()) or getattr(config, "quantization_config", None):
+        raise UserError(f"{shards} target ranks cannot share this {config.model_type} model: it has no tensor-parallel "
+                        "plan, or one for layers (experts, quantized ones) that are not split here; start two ranks")
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    divisor = math.gcd(*(getattr(config, name, None) or 0 for name in sizes))
+    if divisor % shards:
+        raise UserError(f"{shards} target ranks cannot share this {config.model_type} model's heads and layers "
+                        f"evenly: the number of target ranks must divide {divisor}")
+    return {name: PARALLEL_STYLES[style] for name, style in styles.items() if PARALLEL_STYLES[style]}
+
+
+def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype, plan: dict[str, ParallelStyle],
+                 mesh: DeviceMesh) -> CausalLM:
+    """Load a checkpoint (Hub id or folder, safetensors) over the processes of `mesh`, all of which call this, and later
+    compute every pass together. Nowhere is it loaded whole: a process reads its part of the weights that `plan`
+    splits, and all of the others."""
+    with init_empty_weights():  # of parameters, not of buffers: those that no checkpoint holds are computed here
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parallelize_module(network.base_model, mesh, plan)
+    weights = {name: torch.empty_like(tensor, device=mesh.device_type)
+               for name, tensor in network.state_dict().items() if name not in network.all_tied_weights_keys}
+    try:
+        folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns="model*.safetensors")
+        torch.distributed.checkpoint.load(weights, storage_reader=HuggingFaceStorageReader(folder),
+                                          process_group=mesh.get_group())
+    except (OSError, CheckpointException) as problem:
+        if isinstance(problem, CheckpointException):
+            problem = next(iter(problem.failures.values()))[0]
+        raise UserError(f"cannot load {path} in parts: {str(problem).splitlines()[0]}") from problem
+    network.load_state_dict(weights, strict=False, assign=True)
+    network.tie_weights()
+    with suppress(OSError):  # there need not be one
+        network.generation_config = GenerationConfig.from_pretrained(path)
+    return CausalLM(network.to(mesh.device_type))
 
 
 def context_length(config: PretrainedConfig) -> int:

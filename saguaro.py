@@ -1,4 +1,4 @@
-"""Speculative speculative decoding (SSD), Algorithm 1: the command, the two ranks, and what they say to each other.
+"""Speculative speculative decoding (SSD), Algorithm 1: the command, the ranks, and what they say to each other.
 
     torchrun --nproc-per-node 2 saguaro.py --help
 
@@ -10,6 +10,9 @@ the same prompts, so only data travels, in a fixed order and in messages of know
 
     rank 0:  prefill | send v0 |          recv s1 | verify s1 | send v1 |         recv s2 | verify s2 | ...
     rank 1:  prefill, pre-speculate | recv v0, send s1 | pre-speculate | recv v1, send s2 | pre-speculate ...
+
+Of more than two ranks the last one drafts, and the others hold the target together (tensor-parallel): they decode what
+rank 0 decodes, from the speculation that it receives and by the verdict that it gives, and say nothing.
 """
 import argparse
 import json
@@ -26,19 +29,19 @@ from typing import Any, Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.distributed.run
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from cache import Costs, FanOut, Outcome, Speculation, best_lookahead
 from draft_worker import Backup, Downweight, DraftWorker
-from model import CausalLM, UserError, context_length, load
+from model import CausalLM, UserError, context_length, load, load_sharded, parallel_plan
 from sampling import logits_warpers
 from target_worker import Generation, NoSpeculator, Speculator, Stats, TargetWorker, decode
 
 TINY = Path(__file__).resolve().parent / "tiny"  # the embedded pair
-TARGET, DRAFT = 0, 1  # ranks
-ROLES = ("target", "draft")
+TARGET, DRAFT = 0, max(1, int(os.environ.get("WORLD_SIZE", 1)) - 1)  # ranks; any between are target ranks, too
 SMALL_DRAFT = 50_000_000  # parameters; with one GPU such a draft runs on the CPU
 MEASURED = (1, 2, 4, 8, 16, 32)  # tokens a row, in the passes that "auto" settings time at start-up
 FAST_ACCEPTANCE = 0.2  # first guess of the acceptance rate of looked-up tokens
@@ -200,13 +203,15 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[i
 
 
 class Wire:
-    """What the two ranks say to each other. Outcomes are needed by Python on both sides, so they travel between
-    host memories; speculations are data and travel from device to device."""
+    """What the ranks say to each other. Outcomes are needed by Python on all sides, so they travel between host
+    memories; speculations are data and travel from device to device."""
 
-    def __init__(self, device: torch.device, lookahead: int, vocab_size: int, q_dtype: torch.dtype | None):
+    def __init__(self, device: torch.device, lookahead: int, vocab_size: int, q_dtype: torch.dtype | None,
+                 targets: dist.ProcessGroup | None = None):
         """`device`: where speculations are sent from and received: a GPU if both ranks have one of their own, else
-        the CPU. `q_dtype`: None if greedy, when no q is sent."""
+        the CPU. `q_dtype`: None if greedy, when no q is sent. `targets`: the target ranks, if they are several."""
         self.device, self.lookahead, self.vocab_size, self.q_dtype = device, lookahead, vocab_size, q_dtype
+        self.targets = targets
 
     def send_outcome(self, outcome: Outcome) -> None:
         dist.send(torch.stack(outcome, 1), DRAFT)
@@ -225,11 +230,23 @@ class Wire:
     def receive_speculation(self, rows: int) -> Speculation:
         message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
         dist.recv(message, DRAFT)
+        self.share(message)
         q = None
         if self.q_dtype:
             q = torch.empty(rows, self.lookahead, self.vocab_size, dtype=self.q_dtype, device=self.device)
             dist.recv(q, DRAFT)
         return Speculation(message[:, 1:], q, message[:, 0].cpu().bool())
+
+    def overhear_speculation(self, rows: int) -> Speculation:
+        """What rank 0 receives, on the other target ranks; without q, which only its verdict needs."""
+        message = self.share(torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device))
+        return Speculation(message[:, 1:], None, message[:, 0].cpu().bool())
+
+    def share(self, message: torch.Tensor) -> torch.Tensor:
+        """Make `message` on all target ranks what it is on rank 0."""
+        if self.targets is not None:
+            dist.broadcast(message, TARGET, group=self.targets)
+        return message
 
     def send_report(self, report: dict[str, Any]) -> None:
         dist.send_object_list([report], TARGET, device=torch.device("cpu"))
@@ -258,6 +275,38 @@ class RemoteSpeculator:
         return self.wire.receive_report()
 
 
+class OverheardSpeculator:
+    """The draft's process, as the target ranks other than 0 see it."""
+
+    def __init__(self, wire: Wire):
+        self.wire = wire
+
+    def start(self, prompts: list[list[int]], longest: int) -> None:
+        pass
+
+    def speculate(self, outcome: Outcome) -> Speculation:
+        rows = int((outcome.num_accepted >= 0).sum())
+        return self.wire.overhear_speculation(rows) if rows else Speculation.empty(0)
+
+    def report(self) -> dict[str, Any]:
+        return {"times": {}, "learnt": {}}
+
+
+class TargetShard(TargetWorker):
+    """The target worker on one of several target ranks. Every pass is computed by all of them together, and judged by
+    rank 0 for all: rounding, and a q that the others have not, can never part them."""
+
+    def __init__(self, model: CausalLM, warpers: list | None, seed: int, wire: Wire):
+        super().__init__(model, warpers, seed)
+        self.wire = wire
+
+    def verify(self, speculation: Speculation) -> Outcome:
+        length, own = self.length, super().verify(speculation)
+        outcome = Outcome(*self.wire.share(torch.stack(own, 1)).unbind(1))
+        self.length, self.last = length + outcome.num_accepted + 1, outcome.bonus[:, None].to(self.model.device)
+        return outcome
+
+
 def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int, early_outcome: bool) -> None:
     """The speculator's side of Algorithm 1 for one batch. A thread waits for the outcome, so that the tree can look
     for it between its steps."""
@@ -275,7 +324,7 @@ def serve(draft: DraftWorker, wire: Wire, prompts: list[list[int]], longest: int
 
 
 class Run:
-    """What both ranks know of a run: settings, prompts, devices, and, once measured, lookahead and budget."""
+    """What all ranks know of a run: settings, prompts, devices, and, once measured, lookahead and budget."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -290,13 +339,25 @@ class Run:
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
                 raise UserError(f"--target {settings.target} and --draft {settings.draft} have different vocabularies; "
                                 "a draft must propose the target's tokens")
+        self.shards = DRAFT if settings.mode == "ssd" else 1  # ranks that hold the target together
+        self.plan = parallel_plan(self.target_config, self.shards) if self.shards > 1 else None
         self.place()
 
     def place(self) -> None:
-        """Decide devices: GPUs if there are any, target and draft apart if there are two."""
+        """Decide devices: GPUs if there are any, target and draft apart if there are two; each rank's own if the target
+        is sharded or the ranks are on different machines."""
         gpus = torch.cuda.device_count() if self.settings.device != "cpu" else 0
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.target_device = self.draft_device = torch.device("cuda:0" if gpus else "cpu")
-        if self.settings.mode == "ssd" and gpus == 1:
+        self.apart = False  # do target and draft talk from GPU to GPU?
+        self.target_gpus = range(gpus - 1)
+        if self.settings.mode == "ssd" and gpus and (self.shards > 1 or ranks_here == 1):
+            if ranks_here > gpus:
+                raise UserError(f"{ranks_here} ranks were started on a machine with {gpus} GPUs; with more than two "
+                                "ranks, each needs a GPU, or --device cpu")
+            self.target_device = self.draft_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            self.apart, self.target_gpus = True, range(gpus)
+        elif self.settings.mode == "ssd" and gpus == 1:
             with torch.device("meta"):
                 small = AutoModelForCausalLM.from_config(self.draft_config).num_parameters() <= SMALL_DRAFT
             if small:
@@ -305,23 +366,27 @@ class Run:
                 print("one GPU for both models: drafting and verifying will not overlap", file=sys.stderr)
         elif self.settings.mode == "ssd" and gpus:
             self.draft_device = torch.device("cuda", gpus - 1)
+            self.apart = True
         self.dtype = DTYPES.get(self.settings.dtype, torch.bfloat16 if gpus else torch.float32)
 
     def join(self) -> None:
-        """Meet the other rank. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
+        """Meet the other ranks. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
         own = self.draft_device if own_rank() == DRAFT else self.target_device
-        apart = self.target_device.type == self.draft_device.type == "cuda" and self.target_device != self.draft_device
-        self.wire_device = own if apart else torch.device("cpu")
-        if apart:
+        self.wire_device = own if self.apart else torch.device("cpu")
+        if self.apart:
             torch.cuda.set_device(own)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if apart else "gloo", timeout=timedelta(minutes=10),
-                                device_id=own if apart else None)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if self.apart else "gloo", timeout=timedelta(minutes=10),
+                                device_id=own if self.apart else None)
+        self.targets = dist.new_group(list(range(DRAFT))) if self.shards > 1 else None  # made by all ranks
 
     def load_target(self) -> CausalLM:
-        """On one device if it fits, else filling one GPU after the other up to the draft's."""
-        gpus = torch.cuda.device_count()
-        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(gpus - 1)}
-        several = self.target_device.type == "cuda" and len(free) > 1
+        """Sharded over the target ranks; by one rank, on one device if it fits, else filling one GPU after the other up
+        to the draft's."""
+        if self.shards > 1:
+            mesh = DeviceMesh.from_group(self.targets, self.target_device.type)
+            return load_sharded(self.settings.target, self.target_config, self.dtype, self.plan, mesh)
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in self.target_gpus}
+        several = len(free) > 1
         device = "sequential" if several else self.target_device
         return load(self.settings.target, self.target_config, self.dtype, device, max_memory=free if several else None)
 
@@ -330,7 +395,7 @@ class Run:
 
     def tune(self, target: CausalLM | None, draft: CausalLM | None) -> None:
         """Fix lookahead and budget; where something is "auto", after measuring the models. A rank has only its own
-        model: what it measures it tells the other."""
+        model: what it measures it tells the others."""
         s = self.settings
         self.lookahead, self.budget = s.lookahead, s.budget
         self.times = {"T_p": 1.0, "T_b": 0.5}
@@ -342,9 +407,9 @@ class Run:
             print("measuring both models ...", end=" ", file=sys.stderr, flush=True)
         costs = [model and {n: model.seconds_per_pass(rows, n, length) for n in MEASURED} for model in (target, draft)]
         if s.mode == "ssd":
-            both = [None, None]
-            dist.all_gather_object(both, costs[own_rank()])
-            costs = both
+            told = [None] * dist.get_world_size()
+            dist.all_gather_object(told, costs[own_rank() == DRAFT])
+            costs = told[TARGET], told[DRAFT]
         costs = Costs(*costs)
         lookaheads = range(1, 9) if s.lookahead == "auto" else [s.lookahead]
         budgets = (4, 8, 12, 16, 24, 32) if s.budget == "auto" else [s.budget]
@@ -368,7 +433,7 @@ class Run:
 
     def wire(self) -> Wire:
         q_dtype = None if self.warpers is None else torch.promote_types(self.dtype, torch.float32)
-        return Wire(self.wire_device, self.lookahead, self.vocab_size, q_dtype)
+        return Wire(self.wire_device, self.lookahead, self.vocab_size, q_dtype, self.targets)
 
     def batches(self) -> Iterator[list[list[int]]]:
         size = self.settings.batch_size
@@ -390,7 +455,8 @@ def run_target(run: Run) -> None:
         run.tune(target, draft)
         lookahead = run.lookahead
         speculator = run.draft_worker(draft) if draft else RemoteSpeculator(run.wire())
-    worker = TargetWorker(target, run.warpers, s.seed)
+    worker = (TargetShard(target, run.warpers, s.seed, run.wire()) if run.shards > 1 else
+              TargetWorker(target, run.warpers, s.seed))
     eos = [] if s.ignore_eos else target.eos_tokens
     stats, generations = Stats(), []
     display = Display(run)
@@ -405,8 +471,19 @@ def run_target(run: Run) -> None:
         Path(s.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
+def run_shard(run: Run) -> None:
+    """The other target ranks: decode with rank 0."""
+    s = run.settings
+    target = run.load_target()
+    run.tune(target, None)
+    worker, speculator = TargetShard(target, run.warpers, s.seed, run.wire()), OverheardSpeculator(run.wire())
+    for batch in run.batches():
+        decode(worker, speculator, batch, s.max_new_tokens, run.lookahead, [] if s.ignore_eos else target.eos_tokens,
+               Stats())
+
+
 def run_draft(run: Run) -> None:
-    """Rank 1: draft for every batch that rank 0 decodes."""
+    """The last rank: draft for every batch that rank 0 decodes."""
     model = run.load_draft()
     run.tune(None, model)
     draft, wire = run.draft_worker(model), run.wire()
@@ -480,7 +557,7 @@ class Display:
 
 @record
 def main() -> None:
-    start(parse_settings, Run, lambda run: run_target(run) if own_rank() == TARGET else run_draft(run))
+    start(parse_settings, Run, {TARGET: run_target, DRAFT: run_draft}.get(own_rank(), run_shard))
 
 
 def start(parse: Callable[[], Settings], kind: type[Run], work: Callable[[Run], None]) -> None:
@@ -488,36 +565,38 @@ def start(parse: Callable[[], Settings], kind: type[Run], work: Callable[[Run], 
     rank, world = own_rank(), int(os.environ.get("WORLD_SIZE", 1))
     try:
         settings = parse()
-        ranks = 2 if settings.mode == "ssd" else 1
-        if world > 2:
-            raise UserError(f"{world} ranks were started; one target rank and one draft rank are all there is")
+        ranks = max(2, world) if settings.mode == "ssd" else 1
         if world < ranks:
             read_prompts(settings)  # what is wrong with them is better said before two processes start
             sys.exit(launch(ranks))
         if rank >= ranks:
-            return  # only ssd needs a second process
+            return  # only ssd needs more than one process
         run = kind(settings)
     except UserError as problem:
-        complain(problem, only_rank=TARGET)
+        complain(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")  # all ranks find the same fault
     try:
         torch.set_num_threads(threads(settings.mode, rank))
         if settings.mode == "ssd":
             run.join()
         work(run)
-    except UserError as problem:
-        complain(problem)
-    except (RuntimeError, dist.DistBackendError) as problem:
-        if "Connection closed by peer" not in str(problem) and "reset by peer" not in str(problem):
+    except (UserError, RuntimeError, dist.DistBackendError) as problem:
+        if "Connection closed by peer" in str(problem) or "reset by peer" in str(problem):
+            sys.exit(f"rank {rank} ({role(rank)}) stops: another rank is gone")
+        if not isinstance(problem, UserError):
             raise
-        sys.exit(f"rank {rank} ({ROLES[rank]}) stops: the other rank is gone")
+        complain(problem, speaks=rank in (TARGET, DRAFT))  # all target ranks find the same fault
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def complain(problem: UserError, only_rank: int | None = None) -> None:
-    """One sentence, exit status 2. Where every rank finds the same fault, one says so and the others leave it the
+def role(rank: int) -> str:
+    return "draft" if rank == DRAFT else "target"
+
+
+def complain(problem: UserError, speaks: bool) -> None:
+    """One sentence, exit status 2. Where several ranks find the same fault, one says so and the others leave it the
     time."""
-    if only_rank is None or own_rank() == only_rank:
+    if speaks:
         print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)
@@ -525,9 +604,10 @@ def complain(problem: UserError, only_rank: int | None = None) -> None:
 
 
 def threads(mode: str, rank: int) -> int:
-    """CPU threads of a rank: the draft has one, the target the rest; a process that is alone has all."""
+    """CPU threads of a rank: the draft has one, the target ranks share the rest; a process that is alone has all."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cpus if mode != "ssd" else 1 if rank == DRAFT else max(1, cpus - 1)
+    target_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 2)) - 1)  # of this machine
+    return cpus if mode != "ssd" else 1 if rank == DRAFT else max(1, (cpus - 1) // target_ranks)
 
 
 def launch(ranks: int) -> int:
@@ -542,7 +622,7 @@ def launch(ranks: int) -> int:
     except ChildFailedError as failure:
         rank, cause = failure.get_first_failure()
         if cause.exitcode != 2:  # 2: the rank has said what was wrong
-            print(f"{Path(sys.argv[0]).name}: rank {rank} ({ROLES[rank]}) failed with exit code {cause.exitcode}",
+            print(f"{Path(sys.argv[0]).name}: rank {rank} ({role(rank)}) failed with exit code {cause.exitcode}",
                   file=sys.stderr)
         return 2 if cause.exitcode == 2 else 1
     return 0
