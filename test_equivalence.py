@@ -621,9 +621,9 @@ def test_after_twenty_rounds_of_hits_and_misses_all_KV_equals_a_fresh_prefill(pr
 
 
 def test_when_rows_leave_the_batch_the_draft_keeps_the_texts_and_the_KV_of_the_others():
-    net = network(max_position_embeddings=128)
+    net = network(num_hidden_layers=2, max_position_embeddings=128)
     worker, texts = ahead(draft_worker(imitation(net, 0.15))), [list(prompt) for prompt in RAGGED]
-    answer, rows, sizes = worker.speculate, list(range(len(RAGGED))), []
+    answer, rows, batches = worker.speculate, list(range(len(RAGGED))), []
 
     def speculate(outcome):
         speculation = answer(outcome)
@@ -631,13 +631,14 @@ def test_when_rows_leave_the_batch_the_draft_keeps_the_texts_and_the_KV_of_the_o
         going_on = [texts[row] for row in rows]
         assert [text[:length] for text, length in zip(worker.text.tolist(), worker.length)] == going_on
         assert_kv_is_fresh(worker.model, going_on, [max(1, len(text) - 4) for text in going_on])  # K + 1 = 4
-        sizes.append(len(rows))
+        batches.append(list(rows))
         return speculation
 
     worker.speculate = speculate
     decode(TargetWorker(CausalLM(net), None, 0), worker, RAGGED, 40, 3, [], Stats(),
            on_tokens=lambda row, new: texts[row].extend(new))
-    assert len(set(sizes)) > 2, "rows must leave one after the other"
+    left_over = [after for before, after in zip(batches, batches[1:]) if after != before[:len(after)]]
+    assert len(left_over) > 1, "rows must leave one after the other, and not always the last"
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "gpt_neox"))
@@ -1165,7 +1166,7 @@ GRID = [dict(downweight=C, backup=backup, shape=shape) for C in (1.0, 0.5, 0.0) 
 
 
 @slow
-@pytest.mark.parametrize("prompts, length", (([[1, 2, 3]], 70), ([[row] * (1 + row % 4) for row in range(7)], 40)),
+@pytest.mark.parametrize("prompts, length", (([[1, 2, 3]], 120), ([[row] * (1 + row % 4) for row in range(7)], 40)),
                          ids=("one row", "seven ragged rows"))
 @pytest.mark.parametrize("warping", ((0.7, 0, 1.0), (1.0, 6, 0.95)), ids=str)
 @pytest.mark.parametrize("choices", GRID, ids=lambda choices: " ".join(map(str, choices.values())))
