@@ -1814,6 +1814,37 @@ def test_all_ranks_find_the_same_lookahead_in_rank_0s_measurements(draft_process
     assert found == found[:1] * 3 and found[0][0] == 4 and found[0][2]["T_p"] == pytest.approx(1)
 
 
+PLACES = {  # (GPUs, ranks here, local rank, target ranks, draft), (target's device, draft's, NCCL between them?)
+    "no GPU": ((0, 2, 0, 1, "small"), ("cpu", "cpu", False)),
+    "one GPU, small draft": ((1, 2, 0, 1, "small"), ("cuda:0", "cpu", False)),
+    "one GPU, large draft": ((1, 2, 0, 1, "large"), ("cuda:0", "cuda:0", False)),
+    "two GPUs": ((2, 2, 1, 1, "large"), ("cuda:0", "cuda:1", True)),
+    "five GPUs, two ranks": ((5, 2, 0, 1, "large"), ("cuda:0", "cuda:4", True)),
+    "five GPUs, five ranks": ((5, 5, 3, 4, "large"), ("cuda:3", "cuda:3", True)),
+    "two machines, a rank each": ((8, 1, 0, 1, "large"), ("cuda:0", "cuda:0", True)),
+    "more ranks than GPUs": ((2, 3, 0, 2, "large"), "3 ranks were started on a machine with 2 GPUs")}
+DRAFTS = {"small": dict(hidden_size=64), "large": dict(hidden_size=1024)}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_every_rank_finds_its_device(case, monkeypatch, capsys):
+    """Of devices that need not be there: it is a decision, not a run on them."""
+    (gpus, ranks_here, local_rank, shards, draft), expected = PLACES[case]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, vocab_size=60_000, **DRAFTS[draft])
+    run = SimpleNamespace(settings=saguaro.Settings(), shards=shards, draft_config=config)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            saguaro.Run.place(run)
+        return
+    saguaro.Run.place(run)
+    assert (str(run.target_device), str(run.draft_device), run.apart) == expected
+    assert run.dtype == (torch.bfloat16 if gpus else torch.float32)
+    assert ("will not overlap" in capsys.readouterr().err) == (case == "one GPU, large draft")
+
+
 UNSHARABLE = {
     "gpt2": (dict(), "no tensor-parallel plan"),
     "mixtral": (dict(), "no tensor-parallel plan"),
