@@ -382,7 +382,7 @@ def figure(bench: Bench, name: str, width: float = 4.2, height: float = 3.2, **p
     print(f"\n{path}")
 
 
-def logarithmic(axis, ticks: Iterable[int]) -> None:
+def logarithmic(axis, ticks: Iterable[float]) -> None:
     """A logarithmic axis with plain numbers at `ticks`."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_ticks(ticks, map(str, ticks))
@@ -406,8 +406,9 @@ def sweep_fan_out(bench: Bench) -> None:
             points, = axes.plot(fan_out[missed], miss[missed], linestyle="", label=f"{c.name}: r = {r:.2f}")
             axes.plot(fan_out, scale * fan_out ** -r, color=points.get_color(), marker="", linewidth=1)
             rows.append([c.name, f"{int(ranks.sum())}", f"{r:.2f}", *(f"{miss[F - 1]:.3f}" for F in shown)])
-        axes.set(yscale="log", xlabel="fan-out F (guesses at one position)", ylabel="share of bonus tokens not guessed")
+        axes.set(xlabel="fan-out F (guesses at one position)", ylabel="share of bonus tokens not guessed")
         logarithmic(axes.xaxis, shown)
+        logarithmic(axes.yaxis, (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1))
         axes.legend()
     print_table("miss rate of the bonus token by fan-out F; r is the fitted exponent",
                 ("", "bonus tokens", "r", *(f"F={F}" for F in shown)), rows)

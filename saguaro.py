@@ -548,6 +548,8 @@ class Display:
         print("  fan-out              {fan_out} after a hit, {fan_out_after_backup} after a backup, for\n"
               "                       a = {acceptance_rate_primary:.2f} and {acceptance_rate_backup:.2f}, "
               "r = {miss_exponent:.2f}; C = {downweight}, {backup} backup".format(**summary))
+        state = "off" if self.settings.no_early_outcome else "on"
+        print(f"  early outcome        {state:>7}   a missed outcome ends pre-speculation; an addition to the paper")
         if self.settings.backup == "auto":
             b = summary["critical_batch_size"]
             print("  critical batch size ", "none: neural is better at every size" if b is None else f"{b:7.1f}")
