@@ -114,7 +114,8 @@ class FanOut:
     def miss_rates(self) -> list[float]:
         """The share of bonus tokens not among the draft's F likeliest, for F = 1..budget."""
         ranks = [prior + seen for prior, seen in zip(self.prior_ranks, self.ranks)]
-        return [1 - found / sum(ranks) for found in itertools.accumulate(ranks[:-1])]
+        total = sum(ranks)
+        return [1 - found / total for found in itertools.accumulate(ranks[:-1])]
 
     def reshape(self) -> None:
         self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (True, False)}

@@ -1449,12 +1449,12 @@ def saguaro_here(monkeypatch, *arguments) -> None:
 
 STATS = {"tokens", "seconds", "tokens_per_second", "rounds", "tokens_per_round", "acceptance_rate", "hit_rate",
          "verifier_utilisation", "T_p", "T_b", "prefill_seconds"}
-MODES = {"ar": 1, "sd": 1, "ssd": 3}  # and ranks; two are the usual number, in the launches below
+RANKS = {"ar": 1, "sd": 1, "ssd": 3}  # by mode; two are the usual number, in the launches below
 
 
 def launch_all_modes(folder: Path) -> list[dict]:
     chosen = ("--prompts", short_prompts(folder), "--batch-size", 2, "--max-new-tokens", 16)
-    return run_for_json(folder, *([*torchrun(ranks), "--mode", mode, *chosen] for mode, ranks in MODES.items()))
+    return run_for_json(folder, *([*torchrun(ranks), "--mode", mode, *chosen] for mode, ranks in RANKS.items()))
 
 
 def launch_twice(folder: Path) -> list[dict]:
@@ -1469,8 +1469,8 @@ def launch_without_arguments(_: Path) -> subprocess.CompletedProcess:
     return run(torchrun(1))[0]
 
 
-def launch_benchmark(folder: Path) -> list[subprocess.CompletedProcess]:
-    """The comparison and all figures, of a pair and a prompt so small that they take seconds."""
+def launch_benchmark(folder: Path) -> list:
+    """The comparison and all figures, and what they wrote, of a pair and a prompt so small that they take seconds."""
     target = network(vocab_size=2048, max_position_embeddings=128)
     for name, net in (("target", target), ("draft", imitation(target, 0.15))):
         copy.deepcopy(net).float().save_pretrained(folder / name)
@@ -1544,7 +1544,7 @@ def launched(request, background):
 
 @slow
 def test_torchrun_writes_the_same_greedy_text_in_every_mode(launched):
-    for mode, result in zip(MODES, launched):
+    for mode, result in zip(RANKS, launched):
         outputs, stats = result["outputs"], result["stats"]
         assert result["config"]["mode"] == mode and result["config"]["max_new_tokens"] == 16
         assert set(outputs[0]) == {"prompt", "text", "tokens", "finish_reason"} and STATS <= set(stats)
