@@ -682,7 +682,7 @@ def test_the_early_outcome_changes_neither_text_nor_hits(temperature, prompts, c
             return answer(outcome)
 
         worker.speculate = speculate
-        record = run_rounds(TargetWorker(CausalLM(net), warpers, 0), worker, prompts, 12, 3)
+        record = run_rounds(TargetWorker(CausalLM(net), warpers, 0), worker, prompts, 8, 3)
         hits = torch.cat([speculation.hit for speculation, _ in record[1:]])
         assert hits.any() and not hits.all()
         return [part.tolist() for s, o in record for part in (s.tokens, s.hit, o.num_accepted, o.bonus)]
@@ -1166,9 +1166,9 @@ GRID = [dict(downweight=C, backup=backup, shape=shape) for C in (1.0, 0.5, 0.0) 
 
 
 @slow
-@pytest.mark.parametrize("prompts, length", (([[1, 2, 3]], 60), ([[row] * (1 + row % 4) for row in range(7)], 30)),
-                         ids=("one row", "seven ragged rows"))
-@pytest.mark.parametrize("warping", ((0.7, 0, 1.0), (1.0, 6, 0.95)), ids=str)
+@pytest.mark.parametrize("warping, prompts, length", [
+    ((0.7, 0, 1.0), [[1, 2, 3]], 60), ((1.0, 6, 0.95), [[row] * (1 + row % 4) for row in range(7)], 30)],
+    ids=("T=0.7, one row", "k=6 p=0.95, seven ragged rows"))
 @pytest.mark.parametrize("choices", GRID, ids=lambda choices: " ".join(map(str, choices.values())))
 def test_long_texts_are_the_targets_in_every_setting(choices, warping, prompts, length):
     net = network(vocab_size=12, initializer_range=0.15, max_position_embeddings=512)  # many tokens are likely
@@ -1191,7 +1191,8 @@ def work_off(jobs) -> None:
 @contextmanager
 def other_process():
     """The queue of a process that does `work_off`."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once for all such processes
     jobs = context.SimpleQueue()
     process = context.Process(target=work_off, args=(jobs,), daemon=True)
     process.start()
