@@ -33,10 +33,10 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from cache import critical_batch_size, expected_tokens, fit_power_law, throughput
-from model import UserError, context_length, load
+from model import CausalLM, UserError, context_length, load
 from sampling import logits_warpers
 from saguaro import (DRAFT, FAST_ACCEPTANCE, TARGET, TINY, RemoteSpeculator, Run, Settings, option, own_rank,
                      parse_settings, serve, start, threads)
@@ -73,6 +73,10 @@ class Bench(Run):
         """The models; and what is "auto" among lookahead and budget, decided once for all variants."""
         transformers.logging.set_verbosity_error()
         self.target = self.load_target() if own_rank() == TARGET else None
+        if self.target and self.settings.body:
+            network = enlarge(self.target.network, **BODIES[self.settings.body])
+            self.target = CausalLM(network)
+            print(f"the target's function in a body of {network.num_parameters() / 1e9:.2f}B parameters")
         device = self.target_device if self.target else self.draft_device  # the target's rank drafts too: for SD
         self.draft = load(self.settings.draft, self.draft_config, self.dtype, device, self.vocab_size)
         self.tune(self.target, self.draft)
@@ -83,6 +87,54 @@ class Bench(Run):
         count = len(self.prompts)
         size = min(size or self.settings.batch_size, count)
         return [[self.prompts[(first + i) % count] for i in range(size)] for first in range(0, count, size)]
+
+
+# The layers of Qwen3-0.6B and of Llama-3.1-8B; two more stand in for the output head of the latter, for the vocabulary
+# stays the small one's.
+BODIES = {"0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+                       head_dim=128, intermediate_size=3072),
+          "8b": dict(hidden_size=4096, num_hidden_layers=34, num_attention_heads=32, num_key_value_heads=8,
+                     head_dim=128, intermediate_size=14336)}
+
+
+@torch.no_grad()
+def enlarge(small: PreTrainedModel, **body) -> PreTrainedModel:
+    """The function of a small Llama at the cost of a large one: natural acceptance at realistic times.
+
+    What is new in the large network has random weights, but no way out: its embeddings are 0 beyond the small width,
+    and so are the output projections of new heads, new feed-forward units and new layers. Norms divide by a root mean
+    square over more places, hence smaller weights and epsilon; attention scores by the root of a larger head size,
+    hence larger queries. The rotary frequency of a coordinate depends on its place in the head: with `stretch` times
+    the size, that of coordinate i is found at `stretch` i."""
+    old, new = small.config, copy.deepcopy(small.config)
+    new.update(body | {"rms_norm_eps": old.rms_norm_eps * old.hidden_size / body["hidden_size"]})
+    stretch, shrink = new.head_dim // old.head_dim, (old.hidden_size / new.hidden_size) ** 0.5
+    group, new_group = (c.num_attention_heads // c.num_key_value_heads for c in (old, new))
+    sizes = "hidden_size", "num_hidden_layers", "num_key_value_heads", "intermediate_size"
+    if (old.model_type != "llama" or old.attention_bias or old.rope_parameters["rope_type"] != "default" or
+            new.head_dim % old.head_dim or new_group < group or any(getattr(new, n) < getattr(old, n) for n in sizes)):
+        raise UserError("--body: only a smaller Llama, without biases and rotary scaling, fits into it")
+    with small.device:
+        large = type(small)(new).to(small.dtype).eval()
+
+    width, units, every = slice(old.hidden_size), slice(old.intermediate_size), slice(None)
+    lanes = (stretch * torch.arange(old.head_dim // 2) + torch.tensor([[0], [new.head_dim // 2]])).flatten()
+    head = torch.arange(old.num_attention_heads) // group * new_group + torch.arange(old.num_attention_heads) % group
+    queries = (new.head_dim * head[:, None] + lanes).flatten()  # rows of the large projection
+    keys = (new.head_dim * torch.arange(old.num_key_value_heads)[:, None] + lanes).flatten()
+    places = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width), "o_proj": (width, queries),
+              "gate_proj": (units, width), "up_proj": (units, width), "down_proj": (width, units),
+              "embed_tokens": (every, width), "lm_head": (every, width)}  # all others are norms
+    for name, weight in large.named_parameters():
+        if name.split(".")[-2] in ("embed_tokens", "lm_head", "o_proj", "down_proj"):
+            weight.zero_()
+    for layer in large.model.layers[:old.num_hidden_layers]:
+        layer.self_attn.q_proj.weight.view(-1, new.head_dim, new.hidden_size)[head] = 0  # no score but from the lanes
+    for name, weight in small.named_parameters():
+        kind = name.split(".")[-2]
+        factor = {"q_proj": stretch ** 0.5}.get(kind, 1.0 if kind in places else shrink)
+        large.get_parameter(name)[places.get(kind, width)] = factor * weight
+    return large
 
 
 class Variant(NamedTuple):
@@ -119,7 +171,7 @@ class Competitor:
         if self.settings.mode not in ("ar", "generate"):
             parts.append(f"K {self.lookahead or self.settings.lookahead}")
         if self.settings.mode == "ssd":
-            parts.append(f"budget {self.run.budget}")
+            parts += [f"budget {self.run.budget}", f"{self.settings.backup} backup"]
         return ", ".join(parts)
 
     def decode(self, prompts: list[list[int]], max_new_tokens: int, stats: Stats) -> list[list[int]]:
@@ -305,8 +357,9 @@ def comparison_variants(s: "BenchSettings") -> Iterable[Variant]:
         for lookahead in sorted({s.lookahead, *(() if s.quick else SD_LOOKAHEADS)}):
             yield Variant("sd", SD | {"lookahead": lookahead}, count)
     for count in sorted({1, threads("ssd", TARGET)}):
-        yield Variant("ssd", {}, count)
-        yield Variant("ssd, K and budget auto", {"lookahead": "auto", "budget": "auto"}, count)
+        for backup in sorted({s.backup, "neural", "fast"}):
+            yield Variant("ssd", {"backup": backup}, count)
+        yield Variant("ssd, all auto", dict.fromkeys(("lookahead", "budget", "downweight", "backup"), "auto"), count)
     for count in threads_alone():
         yield Variant("generate", {"mode": "generate"}, count)
         if s.batch_size == 1:  # transformers' limit
@@ -714,6 +767,8 @@ class BenchSettings(Settings):
                           metavar="FILE")
     max_new_tokens: int = option(64, "tokens to generate for each prompt, exactly", metavar="N")
     quick: bool = option(False, f"only {QUICK_PROMPTS} prompts, {QUICK_TOKENS} tokens, and fewer variants")
+    body: str | None = option(None, "measure the target's function at the cost of a larger model, whose new parts have "
+                              "no effect", choices=tuple(BODIES))
     out: str | None = option(None, "write machine, settings and results of the comparison to FILE (JSON)",
                              metavar="FILE")
     sweep: tuple[str, ...] = option((), "measure and draw figures of the paper instead: " + ", ".join(SWEEPS),

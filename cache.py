@@ -125,9 +125,9 @@ class FanOut:
             return uniform_fan_out(self.budget, self.lookahead)
         return geometric_fan_out(self.budget, self.lookahead, min(acceptance_rate, 1.0), self.miss_exponent)
 
-    def table(self, hit: torch.Tensor) -> torch.Tensor:
-        """F_0..F_K for every row, `[B, K+1]`: the primary's shape where `hit` `[B]`, else the backup's."""
-        return torch.tensor([self.shapes[source] for source in hit.tolist()])
+    def table(self, hit: torch.Tensor) -> list[list[int]]:
+        """F_0..F_K for every row: the primary's shape where `hit` `[B]`, else the backup's."""
+        return [self.shapes[source] for source in hit.tolist()]
 
 
 def fit_power_law(miss_rates: list[float]) -> float:
@@ -150,18 +150,16 @@ def rank_guesses(logits: torch.Tensor, drafted: torch.Tensor, depth: int) -> tor
     return logits.topk(min(depth, logits.shape[-1])).indices
 
 
-def choose_guesses(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
+def choose_guesses(ranked: torch.Tensor, fan_out: list[list[int]]) -> Outcome:
     """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B,
     budget]`.
 
-    ranked: see `rank_guesses`; fan_out `[B, K+1]`, every row of sum `budget`. Where F_k exceeds the candidates the
-    last is repeated."""
-    rows, positions = fan_out.shape
-    k = torch.arange(positions).repeat(rows).repeat_interleave(fan_out.flatten()).view(rows, -1)
-    first = (fan_out.cumsum(1) - fan_out).gather(1, k)  # the branch at which the guesses for the same k begin
-    rank = (torch.arange(k.shape[1]) - first).clamp(max=ranked.shape[-1] - 1)
-    k, rank = k.to(ranked.device), rank.to(ranked.device)
-    return Outcome(k, ranked[torch.arange(rows, device=ranked.device)[:, None], k, rank])
+    ranked: see `rank_guesses`; fan_out: for each of the B rows F_0..F_K, of sum `budget`. Where F_k exceeds the
+    candidates the last is repeated."""
+    device, last = ranked.device, ranked.shape[-1] - 1
+    k = torch.tensor([[k for k, F in enumerate(shape) for _ in range(F)] for shape in fan_out], device=device)
+    rank = torch.tensor([[min(rank, last) for F in shape for rank in range(F)] for shape in fan_out], device=device)
+    return Outcome(k, ranked[torch.arange(len(fan_out), device=device)[:, None], k, rank])
 
 
 @dataclass
@@ -183,7 +181,7 @@ class SpeculationCache:
     def take(self, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The prepared speculation of one branch `[B]` a row: tokens `[B, K]`, q `[B, K, V]` or None."""
         row = torch.arange(len(branch), device=branch.device)
-        return (torch.stack([tokens[row, branch] for tokens in self.tokens], 1),
+        return (torch.stack(self.tokens, 1)[row, :, branch],
                 torch.stack([q[row, branch] for q in self.q], 1) if self.q else None)
 
     def keep(self, rows: torch.Tensor) -> "SpeculationCache":

@@ -49,6 +49,7 @@ class DraftWorker:
         self.model, self.warpers, self.lookahead = model, warpers, lookahead
         self.fan_out, self.downweight, self.backup = fan_out, downweight, backup
         self.generator = torch.Generator().manual_seed(seed)
+        self.ancestors = torch.eye(fan_out.budget, dtype=torch.bool, device=model.device).repeat(1, lookahead)
         self.watch = Stopwatch(model.device)
 
     def start(self, prompts: list[list[int]], longest: int) -> None:
@@ -186,15 +187,14 @@ class DraftWorker:
         last = self.text.gather(1, (self.length - 1)[:, None].to(device))
         logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
         self.ranked = rank_guesses(logits, self.drafted, self.fan_out.budget)
-        fan_out = self.fan_out.table(self.hit) if lookahead else torch.full((rows, 1), self.fan_out.budget)  # round 0
+        fan_out = self.fan_out.table(self.hit) if lookahead else [[self.fan_out.budget]] * rows  # round 0: k is 0
         self.cache = SpeculationCache(choose_guesses(self.ranked, fan_out))
 
         budget = self.fan_out.budget
         trunk_end = int(self.length.max()) + lookahead
         fork = self.length.to(device)[:, None] + self.cache.guesses.num_accepted  # [B, n] trunk tokens a branch sees
         trunk = torch.arange(trunk_end, device=device) < fork[..., None]
-        ancestors = torch.eye(budget, dtype=torch.bool, device=device).repeat(1, self.lookahead)
-        visible = torch.cat([trunk, ancestors.expand(rows, -1, -1)], 2)
+        visible = torch.cat([trunk, self.ancestors.expand(rows, -1, -1)], 2)
         return Tree(positions=fork, slots=(trunk_end + torch.arange(budget, device=device)).expand(rows, -1),
                     stride=budget, mask=self.model.additive(visible), coins=self.coins(rows, budget, self.lookahead))
 
@@ -230,7 +230,17 @@ class DraftWorker:
         rank = torch.where(match.any(1), match.long().argmax(1), ranked.shape[-1])
         self.fan_out.observe(verified_hit, outcome.num_accepted, rank)
         self.downweight.observe(outcome.num_accepted, hit)
-        self.backup.observe(verified_hit, outcome.num_accepted, hit)
+        if self.backup.auto:
+            agreed = [0 if source else self.agreement(row, k + 1) for row, (source, k) in
+                      enumerate(zip(verified_hit.tolist(), outcome.num_accepted.tolist()))]
+            self.backup.observe(verified_hit, outcome.num_accepted, hit, torch.tensor(agreed))
+
+    def agreement(self, row: int, new: int) -> int:
+        """With how many of the tokens that a look-up would have proposed does the text agree, whose last `new` tokens
+        came from one verification?"""
+        text = self.text[row, :self.length[row]]
+        proposed = continue_by_look_up(text[:-new], self.lookahead, self.model.vocab_size)[:new]
+        return int((proposed == text[-new:][:self.lookahead]).long().cumprod(0).sum())
 
     def report(self) -> dict[str, Any]:
         """(seconds, count) of the trunk passes, tree steps and backups since the last call, and what was learnt."""
@@ -240,7 +250,7 @@ class DraftWorker:
             "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": self.fan_out.ranks,
             "fan_out": self.fan_out.shapes[True], "fan_out_after_backup": self.fan_out.shapes[False],
             "downweight": self.downweight.value,
-            "backup": self.backup.best, "critical_batch_size": self.backup.critical_batch_size}}
+            "backup": self.backup.kind, "critical_batch_size": self.backup.critical_batch_size}}
 
 
 def continue_by_look_up(text: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
@@ -301,40 +311,42 @@ class Backup:
     """Who drafts after a miss (section 4.3): "neural", "fast", or "auto", whichever Corollary 16 predicts to be
     faster.
 
-    "auto" keeps running means of the hit rate and of the tokens that follow a hit, a neural and a fast backup, and
-    changes over for a gain of `HYSTERESIS`. Every `EXPLORE`th round it uses the other one, to learn about that too.
-    The times T are measured once at start-up and never again, so that for given times the choices, and with them
-    sampled text, depend on the seed alone."""
-    HYSTERESIS, EXPLORE, PRIOR = 1.05, 32, 8
+    "auto" keeps running hit and acceptance rates, and changes over for a gain of `HYSTERESIS`. It begins with the
+    neural backup. The fast one need not be used to be known: the text agrees with a looked-up token exactly as often
+    as verification would accept it (for a point mass both have probability p), whoever drafted that text. The times T
+    are measured once at start-up and never again, so that for given times the choices, and with them sampled text,
+    depend on the seed alone."""
+    HYSTERESIS, PRIOR = 1.02, 8
 
-    def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, T_p: float = 1.0,
-                 T_neural: float = 0.5, T_fast: float = 0.0):
-        self.auto, self.best = kind == "auto", "neural" if kind == "auto" else kind
-        self.kind = self.verified = self.best  # `verified`: whose backup is being verified now, drawn a round before
-        self.T_p, self.T = T_p, {"neural": T_neural, "fast": T_fast}
-        good, poor = expected_tokens(acceptance_rate, lookahead), expected_tokens(0.2, lookahead)
-        self.tokens = {source: torch.tensor([self.PRIOR, self.PRIOR * prior])  # speculations, tokens
-                       for source, prior in (("hit", good), ("neural", good), ("fast", poor))}
-        self.hits = torch.tensor([self.PRIOR, self.PRIOR / 2])  # outcomes, hits
-        self.rounds, self.critical_batch_size = 0, None
+    def __init__(self, kind: str, lookahead: int = 5, acceptance_rate: float = 0.8, fast_acceptance_rate: float = 0.2,
+                 T_p: float = 1.0, T_neural: float = 0.5, T_fast: float = 0.0):
+        """The acceptance rates are priors, worth `PRIOR` tokens."""
+        self.auto, self.kind = kind == "auto", "neural" if kind == "auto" else kind
+        self.verified = self.kind  # whose backup is being verified now, drawn a round before
+        self.lookahead, self.T_p, self.T = lookahead, T_p, {"neural": T_neural, "fast": T_fast}
+        self.tokens = {source: torch.tensor([self.PRIOR, self.PRIOR * rate])  # judged, accepted
+                       for source, rate in (("hit", acceptance_rate), ("neural", acceptance_rate),
+                                            ("fast", fast_acceptance_rate))}
+        self.outcomes = torch.tensor([self.PRIOR, self.PRIOR / 2])  # all, hits
+        self.critical_batch_size = None
 
-    def observe(self, verified_hit: torch.Tensor, num_accepted: torch.Tensor, hit: torch.Tensor) -> None:
+    def observe(self, verified_hit: torch.Tensor, num_accepted: torch.Tensor, hit: torch.Tensor,
+                agreed: torch.Tensor) -> None:
         """One verification, `[B]` each: did its speculation come from the cache, how many tokens were accepted, is
-        its outcome in the cache?"""
-        if not self.auto:
-            return
-        for source, rows in (("hit", verified_hit), (self.verified, ~verified_hit)):
-            self.tokens[source] += torch.tensor([int(rows.sum()), int((num_accepted[rows] + 1).sum())])
-        self.hits += torch.tensor([len(hit), int(hit.sum())])
-        self.rounds += 1
+        its outcome in the cache, and with how many looked-up tokens did the text agree where there was no hit?"""
+        seen = (num_accepted + 1).clamp(max=self.lookahead)  # tokens of the text that a proposal could be held against
+        for source, rows, accepted in (("hit", verified_hit, num_accepted), ("fast", ~verified_hit, agreed),
+                                       ("neural", ~verified_hit & (self.verified == "neural"), num_accepted)):
+            judged = (accepted + 1).minimum(seen)
+            self.tokens[source] += torch.tensor([int(judged[rows].sum()), int(accepted[rows].sum())])
+        self.outcomes += torch.tensor([len(hit), int(hit.sum())])
         self.verified = self.kind
-        hit_rate = float(self.hits[1] / self.hits[0])
-        mean = {source: float(tokens / count) for source, (count, tokens) in self.tokens.items()}
-        speed = {kind: throughput(hit_rate, mean["hit"], mean[kind], self.T_p, T, len(hit))
-                 for kind, T in self.T.items()}
-        other = {"neural": "fast", "fast": "neural"}
-        if speed[other[self.best]] > self.HYSTERESIS * speed[self.best]:
-            self.best = other[self.best]
-        self.kind = other[self.best] if self.rounds % self.EXPLORE == 0 else self.best
-        b = critical_batch_size(hit_rate, mean["hit"], mean["neural"], mean["fast"], self.T_p, *self.T.values())
+        hit_rate, *rates = (float(good / total) for total, good in (self.outcomes, *self.tokens.values()))
+        after_hit, *after_miss = (expected_tokens(rate, self.lookahead) for rate in rates)
+        speed = {kind: throughput(hit_rate, after_hit, tokens, self.T_p, T, len(hit))
+                 for (kind, T), tokens in zip(self.T.items(), after_miss)}
+        other = {"neural": "fast", "fast": "neural"}[self.kind]
+        if speed[other] > self.HYSTERESIS * speed[self.kind]:
+            self.kind = other
+        b = critical_batch_size(hit_rate, after_hit, *after_miss, self.T_p, *self.T.values())
         self.critical_batch_size = b if math.isfinite(b) else None  # None: the neural backup is better at every size

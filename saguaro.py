@@ -428,7 +428,8 @@ class Run:
         auto_downweight = s.downweight == "auto" and self.warpers is not None
         C = 1.0 if s.downweight == "auto" else s.downweight
         downweight = Downweight(None if auto_downweight else C, **self.times)
-        backup = Backup(s.backup, self.lookahead, s.acceptance_rate, self.times["T_p"], self.times["T_b"])
+        backup = Backup(s.backup, self.lookahead, s.acceptance_rate, FAST_ACCEPTANCE, self.times["T_p"],
+                        self.times["T_b"])
         return DraftWorker(model, self.warpers, s.seed + 1, self.lookahead, fan_out, downweight, backup)
 
     def wire(self) -> Wire:

@@ -11,6 +11,7 @@ The target never learns which speculator it has: `NoSpeculator` (K = 0) makes th
 draft worker, called in the same process, makes it speculative decoding; a proxy for the draft's process makes it
 SSD.
 """
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any, Callable, Protocol
@@ -125,12 +126,12 @@ class Stats:
     learnt: dict[str, Any] = field(default_factory=dict)  # the draft's estimates and choices after the last batch
 
     def count_round(self, speculation: Speculation, outcome: Outcome) -> None:
-        lookahead = speculation.tokens.shape[1]
+        lookahead, accepted = speculation.tokens.shape[1], outcome.num_accepted.tolist()
         self.rounds += 1
-        self.row_rounds += len(outcome.bonus)
-        self.accepted += int(outcome.num_accepted.sum())
-        self.rejected += int((outcome.num_accepted < lookahead).sum())
-        self.hits += int(speculation.hit.sum())
+        self.row_rounds += len(accepted)
+        self.accepted += sum(accepted)
+        self.rejected += sum(k < lookahead for k in accepted)
+        self.hits += sum(speculation.hit.tolist())
 
     def add_times(self, times: dict[str, tuple[float, int]]) -> None:
         for name, (seconds, count) in times.items():
@@ -200,9 +201,9 @@ def decode(target: TargetWorker, speculator: Speculator, prompts: list[list[int]
             stats.tokens += len(new)
             stats.hit_tokens += len(new) if speculation.hit[row] else 0
             on_tokens(index, new)
-        going_on = torch.tensor([generations[index].finish_reason is None for index in rows])
-        if not going_on.all():
-            rows = [index for index, goes_on in zip(rows, going_on) if goes_on]
+        unfinished = [generations[index].finish_reason is None for index in rows]
+        if not all(unfinished):
+            rows, going_on = list(itertools.compress(rows, unfinished)), torch.tensor(unfinished)
             outcome = Outcome(outcome.num_accepted.where(going_on, -1), outcome.bonus)
             target.keep(going_on)
         speculation = speculator.speculate(outcome)
