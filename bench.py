@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 bench.py           AR, SD, SSD and transformers' own decoding: who is how fast, and why
     python bench.py --quick                        the same, shorter; bench.py launches its two ranks itself
     python bench.py --sweep timeline fan-out       some of the paper's figures; --help names the others
+    python bench.py --gpu-steps                    the steps of large models on one GPU, beside its memory bandwidth
     python bench.py --predict                      no measurement: Theorem 7 on the paper's hardware
 
 How it measures. All variants live in one launch and take turns, batch by batch and in rotating order, so that a
@@ -26,19 +27,20 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Iterable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from cache import critical_batch_size, expected_tokens, fit_power_law, throughput
-from model import CausalLM, UserError, context_length, load
+from cache import FanOut, Speculation, critical_batch_size, expected_tokens, fit_power_law, throughput
+from draft_worker import Backup, Downweight, DraftWorker
+from model import RECORD_FROM, CausalLM, Stopwatch, UserError, context_length, load
 from sampling import logits_warpers
-from saguaro import (DRAFT, FAST_ACCEPTANCE, TARGET, TINY, RemoteSpeculator, Run, Settings, option, own_rank,
+from saguaro import (DRAFT, DTYPES, FAST_ACCEPTANCE, TARGET, TINY, RemoteSpeculator, Run, Settings, option, own_rank,
                      parse_settings, serve, start, threads)
 from target_worker import NoSpeculator, Stats, TargetWorker, decode
 
@@ -75,10 +77,10 @@ class Bench(Run):
         self.target = self.load_target() if own_rank() == TARGET else None
         if self.target and self.settings.body:
             network = enlarge(self.target.network, **BODIES[self.settings.body])
-            self.target = CausalLM(network)
+            self.target = self.speed_up(CausalLM(network))
             print(f"the target's function in a body of {network.num_parameters() / 1e9:.2f}B parameters")
         device = self.target_device if self.target else self.draft_device  # the target's rank drafts too: for SD
-        self.draft = load(self.settings.draft, self.draft_config, self.dtype, device, self.vocab_size)
+        self.draft = self.speed_up(load(self.settings.draft, self.draft_config, self.dtype, device, self.vocab_size))
         self.tune(self.target, self.draft)
         self.settings = replace(self.settings, lookahead=self.lookahead, budget=self.budget)
 
@@ -115,7 +117,7 @@ def enlarge(small: PreTrainedModel, **body) -> PreTrainedModel:
             new.head_dim % old.head_dim or new_group < group or any(getattr(new, n) < getattr(old, n) for n in sizes)):
         raise UserError("--body: only a smaller Llama, without biases and rotary scaling, fits into it")
     with small.device:
-        large = type(small)(new).to(small.dtype).eval()
+        large = AutoModelForCausalLM.from_config(new, dtype=small.dtype).eval()
 
     width, units, every = slice(old.hidden_size), slice(old.intermediate_size), slice(None)
     lanes = (stretch * torch.arange(old.head_dim // 2) + torch.tensor([[0], [new.head_dim // 2]])).flatten()
@@ -685,6 +687,88 @@ SWEEPS = {"fan-out": sweep_fan_out, "shape": sweep_shape, "downweight": sweep_do
           "frontier": sweep_frontier, "lookahead": sweep_lookahead, "timeline": sweep_timeline}
 
 
+# ---- the steps of decoding, on a GPU ----
+
+LLAMA_8B = BODIES["8b"] | dict(num_hidden_layers=32, vocab_size=128256, tie_word_embeddings=False)
+LLAMA_1B = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
+                intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True)
+STEP_CONTEXT, STEP_LOOKAHEAD, STEP_BUDGET, STEP_REPEATS = 1024, 5, 24, 20
+
+
+def median_seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(STEP_REPEATS + RECORD_FROM + 1):
+        watch = Stopwatch(device)
+        with watch("work"):
+            work()
+        seconds.append(watch.read()["work"][0])
+    return statistics.median(seconds[-STEP_REPEATS:])
+
+
+def measure_steps(s: "BenchSettings", target_shape: dict, draft_shape: dict, context: int, device: torch.device
+                  ) -> list[tuple[str, float, float | None]]:
+    """What a step is, its seconds, and those that reading its weights and KV from memory takes. The weights are random:
+    no time depends on them."""
+    dtype = DTYPES.get(s.dtype, torch.bfloat16)
+    block = torch.empty(2 ** 30 if device.type == "cuda" else 2 ** 24, dtype=torch.uint8, device=device)
+    copied = torch.empty_like(block)
+    bandwidth = 2 * len(block) / median_seconds(device, lambda: copied.copy_(block))  # read and written
+    print(f"memory bandwidth, measured by copying: {bandwidth / 1e9:.0f} GB/s")
+    models, memory = [], []
+    for shape in (target_shape, draft_shape):
+        config = AutoConfig.for_model("llama", max_position_embeddings=2 * context, **shape)
+        with device:
+            network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        models.append(CausalLM(network).speed_up(graphs=not s.eager, compiled=s.compile))
+        values = sum(weight.numel() for name, weight in network.named_parameters()
+                     if config.tie_word_embeddings or "embed_tokens" not in name)  # of the embedding a row is read
+        values += 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context
+        memory.append(values * dtype.itemsize / bandwidth)
+    target, draft = models
+    K, prompt = STEP_LOOKAHEAD, [1] * context
+    one, verify = (target.seconds_per_pass(1, count, context) for count in (1, K + 1))
+    trunk, step = (draft.seconds_per_pass(1, count, context) for count in (K + 1, STEP_BUDGET))
+
+    verifier = TargetWorker(target, None, 0)
+    verifier.prefill([prompt], context + (STEP_REPEATS + RECORD_FROM + 2) * (K + 1), K)
+    speculation = Speculation(torch.ones(1, K, dtype=torch.long, device=device), None, torch.ones(1, dtype=torch.bool))
+    verifying = median_seconds(device, lambda: verifier.verify(speculation))
+    fan_out = FanOut("geometric", STEP_BUDGET, K, 0.8, 0.8, 1.0)
+    drafter = DraftWorker(draft, None, 0, K, fan_out, Downweight(1.0), Backup("neural", K))
+    drafter.start([prompt], context + K + 1)
+    drafter.drafted = speculation.tokens
+    drafting = median_seconds(device, drafter.pre_speculate)
+
+    tokens = torch.ones(1, context, dtype=torch.long, device=device)
+    options = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, eos_token_id=None,
+                   cache_implementation="static")
+    target.network.generate(tokens, max_new_tokens=2 * STEP_REPEATS, **options)  # compiles, where there is a GPU
+    ends = []
+    for count in (STEP_REPEATS, 2 * STEP_REPEATS):
+        watch = Stopwatch(device)
+        with watch("generate"):
+            target.network.generate(tokens, max_new_tokens=count, **options)
+        ends.append(watch.read()["generate"][0])
+    return [("target, one token", one, memory[0]), (f"target, {K + 1} tokens", verify, memory[0]),
+            ("target, one token by generate, static cache", (ends[1] - ends[0]) / STEP_REPEATS, memory[0]),
+            (f"draft, {K + 1} tokens (trunk)", trunk, memory[1]),
+            (f"draft, {STEP_BUDGET} branches (tree step)", step, memory[1]),
+            ("verification outside its pass", verifying - verify, None),
+            ("pre-speculation outside its passes", drafting - trunk - K * step, None)]
+
+
+def gpu_steps(s: "BenchSettings") -> None:
+    """How near the steps of decoding come to what memory allows: Llama-3.1-8B's and Llama-3.2-1B's shapes, batch 1."""
+    if not torch.cuda.is_available():
+        raise UserError("--gpu-steps: PyTorch sees no CUDA device here")
+    rows = measure_steps(s, LLAMA_8B, LLAMA_1B, STEP_CONTEXT, torch.device("cuda:0"))
+    print_table(f"steps at a context of {STEP_CONTEXT} tokens, 8B target and 1B draft with random weights",
+                ("", "ms", "from memory alone, ms", "ratio"),
+                ((name, f"{1000 * seconds:.2f}", number(memory and 1000 * memory), number(memory and seconds / memory))
+                 for name, seconds, memory in rows))
+    print("\n" + ", ".join(f"{key} {value}" for key, value in machine().items() if value))
+
+
 # ---- at scale, on paper ----
 
 PAPER = {"70B / 1B": (54.7, 161.8, 255.8), "32B / 0.6B": (88.8, 136.8, 203.8)}  # AR, SD, SSD: tokens/s, greedy, batch 1
@@ -775,6 +859,8 @@ class BenchSettings(Settings):
                                     nargs="+", choices=tuple(SWEEPS), metavar="NAME")
     figures: str = option("figures", "folder for the figures of --sweep", metavar="FOLDER")
     predict: bool = option(False, "no measurement: Theorem 7 on the paper's hardware")
+    gpu_steps: bool = option(False, "on a GPU: the steps of decoding, of models of 8B and 1B parameters, beside the "
+                             "memory bandwidth")
     hit_rate: float = option(0.9, "p_hit for --predict", metavar="P")
 
     def check(self) -> None:
@@ -785,10 +871,10 @@ class BenchSettings(Settings):
                             f"round, which counts as prefill, may yield {least - 1} tokens")
         if not 0 <= self.hit_rate <= 1:
             raise UserError(f"--hit-rate is {self.hit_rate}; it must be between 0 and 1")
-        if self.sweep and self.predict:
-            raise UserError("--sweep and --predict exclude each other")
-        if self.out and (self.sweep or self.predict):
-            raise UserError("--out holds the comparison; it does not go with --sweep or --predict")
+        if bool(self.sweep) + self.predict + self.gpu_steps > 1:
+            raise UserError("--sweep, --predict and --gpu-steps exclude each other")
+        if self.out and (self.sweep or self.predict or self.gpu_steps):
+            raise UserError("--out holds the comparison; it does not go with --sweep, --predict or --gpu-steps")
         if self.out and (Path(self.out).is_dir() or not Path(self.out).resolve().parent.is_dir()):
             raise UserError(f"--out {self.out}: not a file in an existing folder")
         if self.sweep and Path(self.figures).exists() and not Path(self.figures).is_dir():
@@ -796,11 +882,11 @@ class BenchSettings(Settings):
 
 
 def parse() -> BenchSettings:
-    """The settings of a measurement; --predict needs no ranks, and ends here."""
+    """The settings of a measurement; --predict and --gpu-steps need no ranks, and end here."""
     settings = parse_settings(kind=BenchSettings)
-    if settings.predict:
+    if settings.predict or settings.gpu_steps:
         if own_rank() == TARGET:
-            predict(settings)
+            (predict if settings.predict else gpu_steps)(settings)
         sys.exit(0)
     return settings
 

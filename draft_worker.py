@@ -55,7 +55,7 @@ class DraftWorker:
     def start(self, prompts: list[list[int]], longest: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0 verifies an empty
         speculation."""
-        self.model.allocate(longest, spare=self.lookahead * (1 + self.fan_out.budget))
+        self.model.allocate(len(prompts), longest, spare=self.lookahead * (1 + self.fan_out.budget))
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         width = longest + self.lookahead + 1

@@ -17,11 +17,19 @@ A verified token lives in the slot whose number is its position. Then
 Hugging Face models take this unmodified: any object with a fitting `update` passes for `past_key_values`, and a 4-D
 `attention_mask` is used as it is. So do models whose heads are shared out to several processes (`load_sharded`): each
 process keeps the slots of its own heads.
+
+On a GPU a pass over few tokens is hundreds of kernels that take less time than Python takes to launch them. As slots
+are written in place, such a pass is the same kernels at the same addresses every time: it is recorded once, as a CUDA
+graph, and replayed (`Recording`). Only the number of slots that attention sees must not change from pass to pass, so it
+is rounded up to a multiple of `BUCKET`.
 """
 import math
+import sys
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Callable
 
 import torch
 import torch.distributed.checkpoint
@@ -35,6 +43,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from transformers.utils import logging
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+BUCKET = 256  # slots; see above
+RECORD_FROM = 3  # the use of a shape that is recorded: shrinking batches have shapes that occur once or twice
+LONGEST_RECORDED = 64  # tokens a row; beyond, kernels take longer than their launches
 PARALLEL_STYLES = {  # by transformers' names; None: whole on every rank, as without a plan
     "colwise": ColwiseParallel(), "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise": RowwiseParallel(), "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
@@ -70,12 +81,38 @@ class Stopwatch:
         return sums
 
 
+class Recording:
+    """A pass as a CUDA graph. Inputs are copied to where they lay when it was recorded."""
+
+    def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]):
+        """Raises RuntimeError where the pass cannot be recorded, or where a replay would give something else."""
+        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):  # what libraries set up at a first call must not be recorded
+            expected = run(*self.inputs)
+        main.wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's threads do as they please
+            self.output = run(*self.inputs)
+        if not torch.allclose(self.replay(inputs), expected, rtol=1e-2, atol=1e-3):
+            raise RuntimeError("the recorded pass gives other logits")
+
+    def replay(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        for place, tensor in zip(self.inputs, inputs):
+            place.copy_(tensor)
+        self.graph.replay()
+        return self.output.clone()
+
+
 class KVSlots:
     """The keys and values of all layers: per layer two buffers `[B, heads, slots, head size]`, made at the first
-    write."""
+    write. With them go the recorded passes, which know their addresses."""
 
-    def __init__(self, slots: int):
-        self.slots, self.keys, self.values = slots, {}, {}
+    def __init__(self, batch: int, slots: int):
+        self.batch, self.slots, self.keys, self.values = batch, slots, {}, {}
+        self.uses: Counter[tuple] = Counter()  # passes by shape
+        self.recordings: dict[tuple, Recording] = {}
 
     def aim(self, slots: torch.Tensor, used: int, rows: torch.Tensor | None) -> None:
         """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1, of the batch rows `rows` `[B]` or of
@@ -104,10 +141,15 @@ class KVSlots:
         return buffer[rows, :, :self.used]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop the batch rows that `rows` `[B]` (bool) does not select."""
+        """Drop the batch rows that `rows` `[B]` (bool) does not select, unless none is left: then the batch is over, and
+        the next may use the buffers."""
+        if not rows.any():
+            return
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
                 buffers[layer] = buffer[rows.to(buffer.device)]
+        self.batch = int(rows.sum())
+        self.recordings.clear()  # they are of more rows
 
     def get_seq_length(self, *_) -> int:
         return 0  # read by some models to number the positions, which we always give
@@ -127,17 +169,29 @@ class CausalLM:
         self.last_token = network.get_input_embeddings().num_embeddings - 1
         self.device = network.get_input_embeddings().weight.device
         self.dtype = network.dtype
+        self.kv = KVSlots(0, 0)
+        self.records = False  # no CUDA graphs, unless `speed_up` is called
         self.check_slots()
 
-    def allocate(self, longest: int, spare: int = 0) -> None:
-        """Start a new batch with empty KV: slots for texts of up to `longest` tokens, and `spare` ones for
-        speculation."""
+    def speed_up(self, graphs: bool, compiled: bool) -> "CausalLM":
+        """Let torch.compile fuse the kernels of a pass, and, of a model on one GPU, record passes as CUDA graphs."""
+        if compiled:
+            self.network.compile(dynamic=True)
+        devices = {parameter.device for parameter in self.network.parameters()}
+        self.records = graphs and self.device.type == "cuda" and devices == {self.device}
+        return self
+
+    def allocate(self, batch: int, longest: int, spare: int = 0) -> None:
+        """Start a new batch of so many rows: slots for texts of up to `longest` tokens, and `spare` ones for
+        speculation. Those of the last batch serve again if they suffice."""
         limit = text_limit(self.network.config)
         if limit is not None and longest > limit:
             raise UserError(f"this {self.network.config.model_type} model treats texts of more than {limit} tokens in "
                             f"a way that KV slots cannot express, and this run may need {longest}: shorten the prompt "
                             "or --max-new-tokens")
-        self.kv, self.last_position = KVSlots(longest + spare), min(longest, self.context) - 1
+        if self.kv.batch != batch or self.kv.slots < longest + spare:
+            self.kv = KVSlots(batch, longest + spare)
+        self.last_position = min(longest, self.context) - 1
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
@@ -146,6 +200,29 @@ class CausalLM:
 
         `rows` `[B]` selects batch rows (default: all). `logits=False` only fills the KV. Positions beyond the
         longest text are clamped to its end: such tokens are computed only to keep shapes static, and never used."""
+        if self.records and logits and rows is None and tokens.shape[1] <= LONGEST_RECORDED:
+            return self.replay(tokens, positions, slots, mask)
+        return self.run(tokens, positions, slots, mask, rows, logits)
+
+    def replay(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+               mask: torch.Tensor) -> torch.Tensor:
+        """A pass that is recorded when its shape is used for the `RECORD_FROM`th time, and replayed from then on."""
+        seen = min(math.ceil(mask.shape[-1] / BUCKET) * BUCKET, self.kv.slots)
+        mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[-1]), value=-torch.inf)
+        inputs, shape, recordings = (tokens, positions, slots, mask), (*tokens.shape, seen), self.kv.recordings
+        self.kv.uses[shape] += 1
+        if self.kv.uses[shape] == RECORD_FROM:
+            try:
+                recordings[shape] = Recording(self.run, inputs)
+            except RuntimeError as problem:
+                print(f"{self.network.config.model_type} passes cannot be recorded as CUDA graphs and run eagerly: "
+                      f"{problem}", file=sys.stderr)
+                self.records = False
+        return recordings[shape].replay(inputs) if shape in recordings else self.run(*inputs)
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor,
+            rows: torch.Tensor | None = None, logits: bool = True) -> torch.Tensor | None:
+        """The pass, kernel by kernel."""
         self.kv.aim(slots, mask.shape[-1], rows)
         output = self.network(
             input_ids=tokens.clamp(max=self.last_token), position_ids=positions.clamp(max=self.last_position),
@@ -175,21 +252,21 @@ class CausalLM:
     def seconds_per_pass(self, rows: int, count: int, length: int) -> float:
         """Seconds (median of 5) of a causal pass over `count` tokens in each of `rows` rows that have `length`
         tokens."""
-        self.allocate(length + count)
+        self.allocate(rows, length + count)
         tokens, start = torch.zeros(rows, count, dtype=torch.long, device=self.device), torch.full((rows,), length)
         seconds = []
-        for _ in range(7):
+        for _ in range(7 + RECORD_FROM * self.records):
             watch = Stopwatch(self.device)
             with watch("pass"):
                 self.causal(tokens, start)
             seconds.append(watch.read()["pass"][0])
-        return sorted(seconds[2:])[2]
+        return sorted(seconds[-5:])[2]
 
     def check_slots(self) -> None:
         """Refuse a model that computes something else through slots than plainly: a pass over stale slots and a
         branch in scratch slots must give the logits of an ordinary forward."""
         tokens = torch.arange(1, 6, device=self.device)[None]
-        self.allocate(10)
+        self.allocate(1, 10)
         try:
             with torch.inference_mode():
                 plain = fit_vocabulary(self.network(input_ids=tokens, use_cache=False).logits, self.vocab_size)[0, 2:]

@@ -97,6 +97,8 @@ class Settings:
                                     "outcome is there")
     dtype: str = option("auto", "auto: bfloat16 on GPUs, float32 on CPU", choices=("auto", *DTYPES))
     device: str = option("auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"))
+    eager: bool = option(False, "on a GPU: launch every kernel from Python instead of replaying CUDA graphs")
+    compile: bool = option(False, "let torch.compile fuse the kernels of both models, which takes minutes at the start")
     json: str | None = option(None, "write settings, texts and statistics to FILE", metavar="FILE")
 
     def check(self) -> None:
@@ -341,6 +343,8 @@ class Run:
                                 "a draft must propose the target's tokens")
         self.shards = DRAFT if settings.mode == "ssd" else 1  # ranks that hold the target together
         self.plan = parallel_plan(self.target_config, self.shards) if self.shards > 1 else None
+        if self.plan and settings.compile:
+            raise UserError("--compile does not know a target that is shared by several ranks; start two ranks")
         self.place()
 
     def place(self) -> None:
@@ -388,10 +392,15 @@ class Run:
         free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in self.target_gpus}
         several = len(free) > 1
         device = "sequential" if several else self.target_device
-        return load(self.settings.target, self.target_config, self.dtype, device, max_memory=free if several else None)
+        return self.speed_up(load(self.settings.target, self.target_config, self.dtype, device,
+                                  max_memory=free if several else None))
 
     def load_draft(self) -> CausalLM:
-        return load(self.settings.draft, self.draft_config, self.dtype, self.draft_device, self.vocab_size)
+        return self.speed_up(load(self.settings.draft, self.draft_config, self.dtype, self.draft_device,
+                                  self.vocab_size))
+
+    def speed_up(self, model: CausalLM) -> CausalLM:
+        return model.speed_up(graphs=not self.settings.eager, compiled=self.settings.compile)
 
     def tune(self, target: CausalLM | None, draft: CausalLM | None) -> None:
         """Fix lookahead and budget; where something is "auto", after measuring the models. A rank has only its own

@@ -35,7 +35,7 @@ class TargetWorker:
     def prefill(self, prompts: list[list[int]], longest: int, lookahead: int) -> Outcome:
         """Round 0: read the prompts (token ids, none empty) of texts that will have at most `longest` tokens, and
         verify an empty speculation; later ones have at most `lookahead` tokens."""
-        self.model.allocate(longest, spare=lookahead)
+        self.model.allocate(len(prompts), longest, spare=lookahead)
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens; the KV lacks the last
         self.last = torch.tensor([prompt[-1:] for prompt in prompts], device=self.model.device)  # [B, 1]
@@ -51,7 +51,7 @@ class TargetWorker:
             coins = torch.rand(logits.shape[:2], generator=self.generator).to(p.device)
             q = None if speculation.q is None else speculation.q.to(p.device)
             num_accepted, bonus = sampling.verify(p, drafted, q, coins)
-            outcome = Outcome(num_accepted.cpu(), bonus.cpu())
+            outcome = Outcome(*torch.stack((num_accepted, bonus)).cpu())
         self.length = self.length + outcome.num_accepted + 1
         self.last = bonus[:, None]
         return outcome

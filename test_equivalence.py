@@ -47,7 +47,7 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -59,11 +59,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation import utils as generation_utils
 
 import bench
 import cache
+import model
 import saguaro
 import sampling
 from cache import FanOut, Outcome, Speculation, SpeculationCache, choose_guesses, geometric_fan_out, rank_guesses
@@ -634,6 +637,71 @@ def test_after_twenty_rounds_of_hits_and_misses_all_KV_equals_a_fresh_prefill(pr
         assert hits.any() and not hits.all()
     assert worker.length.tolist() == list(map(len, texts))
     assert_kv_is_fresh(worker.model, texts, list(map(len, texts)))
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for a CUDA graph: remembers the operations of a pass and the very tensors that they took and gave, and
+    can do them again on these."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        given = operation(*arguments, **options or {})
+        self.operations.append((operation, arguments, options or {}, given))
+        return given
+
+    def replay(self):
+        for operation, arguments, options, given in self.operations:
+            for old, new in zip(tree_leaves(given), tree_leaves(operation(*arguments, **options))):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():  # else: a view, or in place
+                    old.copy_(new)
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    """All graphs recorded so far. With these stand-ins the code for GPUs runs on a CPU."""
+    recorded = []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Tape,
+                           "stream": lambda _: nullcontext(), "graph": lambda tape, **_: recorded.append(tape) or tape
+                           }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(model, "BUCKET", 16)
+    return recorded
+
+
+@pytest.mark.parametrize("mode", ("ar", "sd", "ssd", "ssd, early outcome"))
+def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
+    """In batches whose rows leave one by one: recordings for other rows or other buffers would be wrong."""
+    net, passes = network(), []
+    replay = model.Recording.replay
+    monkeypatch.setattr(model.Recording, "replay", lambda *arguments: passes.append(1) or replay(*arguments))
+    speculator, lookahead = speculator_for(mode, imitation(net, 0.15))
+    target = TargetWorker(CausalLM(net), None, 0)
+    target.model.records = True
+    if lookahead:
+        speculator.model.records = True
+    for prompts in (RAGGED, RAGGED[1:3], RAGGED[:2], *[RAGGED[:1]] * 4):
+        recorded = len(tapes)
+        generations = decode(target, speculator, prompts, 30, lookahead, [], Stats())
+        assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 30) for prompt in prompts]
+    assert len(tapes) == recorded, "the last batch was decoded before: nothing is new"
+    assert len(tapes) > 4 and len(passes) > 3 * len(tapes) and target.model.records
+
+
+def test_what_cannot_be_recorded_runs_eagerly(tapes, monkeypatch, capsys):
+    def refuse(self):
+        raise RuntimeError("operation not permitted")
+
+    net = network()
+    monkeypatch.setattr(Tape, "replay", refuse)
+    target = TargetWorker(CausalLM(net), None, 0)
+    target.model.records = True
+    generations = decode(target, NoSpeculator(), [[1, 2]], 10, 0, [], Stats())
+    assert generations[0].tokens == greedy_reference(net, [1, 2], 10) and not target.model.records
+    assert "run eagerly: operation not permitted" in capsys.readouterr().err
 
 
 def test_when_rows_leave_the_batch_the_draft_keeps_the_texts_and_the_KV_of_the_others():
@@ -1713,6 +1781,17 @@ def test_a_larger_body_computes_the_same_function(changes):
         bench.enlarge(large, hidden_size=40)
 
 
+def test_the_steps_of_decoding_are_measured(tapes):
+    """What --gpu-steps does, on small models and a CPU."""
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                 intermediate_size=48, vocab_size=40, tie_word_embeddings=True)
+    rows = bench.measure_steps(bench.BenchSettings(dtype="float32"), shape, shape, 24, torch.device("cpu"))
+    assert len(rows) == 7 and all(seconds > 0 and (memory or 1) > 0 for _, seconds, memory in rows)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--gpu-steps"):
+            bench.gpu_steps(bench.BenchSettings())
+
+
 def test_the_benchmark_stops_when_a_greedy_text_differs():
     competitors = [SimpleNamespace(name=name, texts=[text], settings=SimpleNamespace(temperature=0))
                    for name, text in (("ar", [1, 2]), ("ssd", [1, 3]))]
@@ -1773,7 +1852,7 @@ def logits_of_shards(meeting_point: str, rank: int, folders: list[Path]) -> list
     with joined(meeting_point, rank):
         for folder in folders:
             lm = load_shard(folder, DeviceMesh("cpu", [0, 1]))
-            lm.allocate(TOKENS.shape[1])
+            lm.allocate(*TOKENS.shape)
             matrices = [weight for weight in lm.network.model.layers.parameters() if weight.ndim == 2]
             held = sum(weight.to_local().numel() for weight in matrices) / sum(weight.numel() for weight in matrices)
             results.append((lm.causal(TOKENS, torch.zeros(len(TOKENS), dtype=torch.long)), held))
