@@ -72,6 +72,11 @@ def uniform_fan_out(budget: int, lookahead: int) -> list[int]:
     return [(budget + lookahead - k) // (lookahead + 1) for k in range(lookahead + 1)]
 
 
+def branches(fan_out: list[int]) -> torch.Tensor:
+    """F_0..F_K guess by guess, `[2, budget]`: the k that each is for, and its rank among those for the same k."""
+    return torch.tensor([(k, rank) for k, F in enumerate(fan_out) for rank in range(F)]).T
+
+
 class FanOut:
     """The cache's shape: one for rounds that verify the primary's speculation, one for the backup's (F^b, section
     4.1).
@@ -118,16 +123,17 @@ class FanOut:
         return [1 - found / total for found in itertools.accumulate(ranks[:-1])]
 
     def reshape(self) -> None:
-        self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (True, False)}
+        self.shapes = {source: self.shape(self.acceptance_rate(source)) for source in (False, True)}
+        self.branches = torch.stack([branches(shape) for shape in self.shapes.values()])
 
     def shape(self, acceptance_rate: float) -> list[int]:
         if self.policy == "uniform":
             return uniform_fan_out(self.budget, self.lookahead)
         return geometric_fan_out(self.budget, self.lookahead, min(acceptance_rate, 1.0), self.miss_exponent)
 
-    def table(self, hit: torch.Tensor) -> list[list[int]]:
-        """F_0..F_K for every row: the primary's shape where `hit` `[B]`, else the backup's."""
-        return [self.shapes[source] for source in hit.tolist()]
+    def table(self, hit: torch.Tensor) -> torch.Tensor:
+        """The `branches` of every row, `[B, 2, budget]`: the primary's where `hit` `[B]`, else the backup's."""
+        return self.branches[hit.long()]
 
 
 def fit_power_law(miss_rates: list[float]) -> float:
@@ -150,16 +156,15 @@ def rank_guesses(logits: torch.Tensor, drafted: torch.Tensor, depth: int) -> tor
     return logits.topk(min(depth, logits.shape[-1])).indices
 
 
-def choose_guesses(ranked: torch.Tensor, fan_out: list[list[int]]) -> Outcome:
+def choose_guesses(ranked: torch.Tensor, table: torch.Tensor) -> Outcome:
     """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B,
     budget]`.
 
-    ranked: see `rank_guesses`; fan_out: for each of the B rows F_0..F_K, of sum `budget`. Where F_k exceeds the
-    candidates the last is repeated."""
-    device, last = ranked.device, ranked.shape[-1] - 1
-    k = torch.tensor([[k for k, F in enumerate(shape) for _ in range(F)] for shape in fan_out], device=device)
-    rank = torch.tensor([[min(rank, last) for F in shape for rank in range(F)] for shape in fan_out], device=device)
-    return Outcome(k, ranked[torch.arange(len(fan_out), device=device)[:, None], k, rank])
+    ranked: see `rank_guesses`; table `[B, 2, budget]`: the `branches` of every row. Where F_k exceeds the candidates
+    the last is repeated."""
+    k, rank = table.to(ranked.device).unbind(1)
+    row = torch.arange(len(k), device=ranked.device)[:, None]
+    return Outcome(k, ranked[row, k, rank.clamp(max=ranked.shape[-1] - 1)])
 
 
 @dataclass

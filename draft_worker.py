@@ -19,8 +19,8 @@ from typing import Any, Callable
 import torch
 
 import sampling
-from cache import (FanOut, Outcome, Speculation, SpeculationCache, choose_guesses, critical_batch_size, expected_tokens,
-                   rank_guesses, throughput)
+from cache import (FanOut, Outcome, Speculation, SpeculationCache, branches, choose_guesses, critical_batch_size,
+                   expected_tokens, rank_guesses, throughput)
 from model import CausalLM, Stopwatch
 
 
@@ -187,10 +187,10 @@ class DraftWorker:
         last = self.text.gather(1, (self.length - 1)[:, None].to(device))
         logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
         self.ranked = rank_guesses(logits, self.drafted, self.fan_out.budget)
-        fan_out = self.fan_out.table(self.hit) if lookahead else [[self.fan_out.budget]] * rows  # round 0: k is 0
-        self.cache = SpeculationCache(choose_guesses(self.ranked, fan_out))
+        budget, round_0 = self.fan_out.budget, not lookahead  # when k can be nothing but 0
+        table = branches([budget]).expand(rows, -1, -1) if round_0 else self.fan_out.table(self.hit)
+        self.cache = SpeculationCache(choose_guesses(self.ranked, table))
 
-        budget = self.fan_out.budget
         trunk_end = int(self.length.max()) + lookahead
         fork = self.length.to(device)[:, None] + self.cache.guesses.num_accepted  # [B, n] trunk tokens a branch sees
         trunk = torch.arange(trunk_end, device=device) < fork[..., None]

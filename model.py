@@ -141,8 +141,8 @@ class KVSlots:
         return buffer[rows, :, :self.used]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Drop the batch rows that `rows` `[B]` (bool) does not select, unless none is left: then the batch is over, and
-        the next may use the buffers."""
+        """Drop the batch rows that `rows` `[B]` (bool) does not select, unless none is left: then the batch is over,
+        and the next one may use the buffers."""
         if not rows.any():
             return
         for buffers in (self.keys, self.values):

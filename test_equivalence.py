@@ -378,7 +378,8 @@ def test_guesses_are_the_likeliest_bonus_tokens_without_the_drafted_one():
     logits = torch.randn(6, 4, 20, generator=generator)
     drafted = torch.cat([logits[:, :2].argmax(-1), torch.randint(20, (6, 1), generator=generator)], 1)
     fan_out = [[4, 2, 1, 3], [10, 0, 0, 0], [0, 0, 0, 10], [1, 1, 1, 7], [2, 3, 5, 0], [3, 3, 3, 1]]
-    guesses = choose_guesses(rank_guesses(logits, drafted, depth=10), fan_out)
+    table = torch.stack([cache.branches(shape) for shape in fan_out])
+    guesses = choose_guesses(rank_guesses(logits, drafted, depth=10), table)
     for row in range(6):
         expected = []
         for k in range(4):
@@ -391,7 +392,8 @@ def test_guesses_are_the_likeliest_bonus_tokens_without_the_drafted_one():
 
 def test_guesses_of_round_0_are_the_likeliest_first_tokens():
     logits = torch.randn(3, 1, 20)
-    guesses = choose_guesses(rank_guesses(logits, torch.zeros(3, 0, dtype=torch.long), 5), [[5]] * 3)
+    guesses = choose_guesses(rank_guesses(logits, torch.zeros(3, 0, dtype=torch.long), 5),
+                             cache.branches([5]).expand(3, -1, -1))
     assert guesses.num_accepted.eq(0).all() and guesses.bonus.equal(logits[:, 0].topk(5).indices)
 
 
@@ -510,7 +512,7 @@ def test_auto_fan_out_learns_the_acceptance_rates_and_the_exponent():
                               for source in (True, False)}
     assert fan_out.shapes[True][5] > fan_out.shapes[False][5] and fan_out.shapes[False][0] > fan_out.shapes[True][0]
     mixed = fan_out.table(torch.tensor([True, False]))
-    assert mixed == [fan_out.shapes[True], fan_out.shapes[False]] and list(map(sum, mixed)) == [16, 16]
+    assert mixed.equal(torch.stack([cache.branches(fan_out.shapes[True]), cache.branches(fan_out.shapes[False])]))
 
 
 @pytest.mark.parametrize("policy", ("geometric", "uniform"))
@@ -672,7 +674,7 @@ def tapes(monkeypatch):
     return recorded
 
 
-@pytest.mark.parametrize("mode", ("ar", "sd", "ssd", "ssd, early outcome"))
+@pytest.mark.parametrize("mode", ("ar", "ssd"))
 def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
     """In batches whose rows leave one by one: recordings for other rows or other buffers would be wrong."""
     net, passes = network(), []
@@ -683,10 +685,10 @@ def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
     target.model.records = True
     if lookahead:
         speculator.model.records = True
-    for prompts in (RAGGED, RAGGED[1:3], RAGGED[:2], *[RAGGED[:1]] * 4):
+    for prompts in (RAGGED[1:], RAGGED[:3], RAGGED[:2], *[RAGGED[:1]] * 4):
         recorded = len(tapes)
-        generations = decode(target, speculator, prompts, 30, lookahead, [], Stats())
-        assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 30) for prompt in prompts]
+        generations = decode(target, speculator, prompts, 18, lookahead, [], Stats())
+        assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 18) for prompt in prompts]
     assert len(tapes) == recorded, "the last batch was decoded before: nothing is new"
     assert len(tapes) > 4 and len(passes) > 3 * len(tapes) and target.model.records
 
