@@ -705,27 +705,42 @@ def median_seconds(device: torch.device, work: Callable[[], Any]) -> float:
     return statistics.median(seconds[-STEP_REPEATS:])
 
 
+def random_llama(s: "BenchSettings", shape: dict, context: int, device: torch.device) -> tuple[CausalLM, int]:
+    """A Llama with random weights, on which no time depends, and the bytes that a pass reads: weights, and the KV of
+    `context` tokens."""
+    config = AutoConfig.for_model("llama", max_position_embeddings=2 * context, **shape)
+    dtype = DTYPES.get(s.dtype, torch.bfloat16)
+    with device:
+        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = sum(weight.numel() for name, weight in network.named_parameters()
+                  if config.tie_word_embeddings or "embed_tokens" not in name)  # else one row of it is read
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context
+    return CausalLM(network).speed_up(graphs=not s.eager, compiled=s.compile), (weights + kv) * dtype.itemsize
+
+
+def generate_seconds(network: PreTrainedModel, tokens: torch.Tensor) -> float:
+    """Seconds a token of transformers' `generate` after `tokens` `[1, n]`, with a static cache, which makes it compile
+    its decode step on a GPU."""
+    seconds = []
+    for count in (2 * STEP_REPEATS, STEP_REPEATS, 2 * STEP_REPEATS):  # the first to compile
+        watch = Stopwatch(tokens.device)
+        with watch("generate"):
+            network.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=count,
+                             min_new_tokens=count, pad_token_id=0, cache_implementation="static")
+        seconds.append(watch.read()["generate"][0])
+    return (seconds[2] - seconds[1]) / STEP_REPEATS
+
+
 def measure_steps(s: "BenchSettings", target_shape: dict, draft_shape: dict, context: int, device: torch.device
                   ) -> list[tuple[str, float, float | None]]:
-    """What a step is, its seconds, and those that reading its weights and KV from memory takes. The weights are random:
-    no time depends on them."""
-    dtype = DTYPES.get(s.dtype, torch.bfloat16)
+    """What a step is, its seconds, and those that reading its weights and KV from memory takes."""
+    K, prompt = STEP_LOOKAHEAD, [1] * context
     block = torch.empty(2 ** 30 if device.type == "cuda" else 2 ** 24, dtype=torch.uint8, device=device)
     copied = torch.empty_like(block)
     bandwidth = 2 * len(block) / median_seconds(device, lambda: copied.copy_(block))  # read and written
     print(f"memory bandwidth, measured by copying: {bandwidth / 1e9:.0f} GB/s")
-    models, memory = [], []
-    for shape in (target_shape, draft_shape):
-        config = AutoConfig.for_model("llama", max_position_embeddings=2 * context, **shape)
-        with device:
-            network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        models.append(CausalLM(network).speed_up(graphs=not s.eager, compiled=s.compile))
-        values = sum(weight.numel() for name, weight in network.named_parameters()
-                     if config.tie_word_embeddings or "embed_tokens" not in name)  # of the embedding a row is read
-        values += 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context
-        memory.append(values * dtype.itemsize / bandwidth)
-    target, draft = models
-    K, prompt = STEP_LOOKAHEAD, [1] * context
+    target, target_bytes = random_llama(s, target_shape, context, device)
+    draft, draft_bytes = random_llama(s, draft_shape, context, device)
     one, verify = (target.seconds_per_pass(1, count, context) for count in (1, K + 1))
     trunk, step = (draft.seconds_per_pass(1, count, context) for count in (K + 1, STEP_BUDGET))
 
@@ -733,26 +748,18 @@ def measure_steps(s: "BenchSettings", target_shape: dict, draft_shape: dict, con
     verifier.prefill([prompt], context + (STEP_REPEATS + RECORD_FROM + 2) * (K + 1), K)
     speculation = Speculation(torch.ones(1, K, dtype=torch.long, device=device), None, torch.ones(1, dtype=torch.bool))
     verifying = median_seconds(device, lambda: verifier.verify(speculation))
-    fan_out = FanOut("geometric", STEP_BUDGET, K, 0.8, 0.8, 1.0)
-    drafter = DraftWorker(draft, None, 0, K, fan_out, Downweight(1.0), Backup("neural", K))
+    drafter = DraftWorker(draft, None, 0, K, FanOut("geometric", STEP_BUDGET, K, 0.8, 0.8, 1.0), Downweight(1.0),
+                          Backup("neural", K))
     drafter.start([prompt], context + K + 1)
     drafter.drafted = speculation.tokens
     drafting = median_seconds(device, drafter.pre_speculate)
+    by_generate = generate_seconds(target.network, torch.tensor([prompt], device=device))
 
-    tokens = torch.ones(1, context, dtype=torch.long, device=device)
-    options = dict(attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, eos_token_id=None,
-                   cache_implementation="static")
-    target.network.generate(tokens, max_new_tokens=2 * STEP_REPEATS, **options)  # compiles, where there is a GPU
-    ends = []
-    for count in (STEP_REPEATS, 2 * STEP_REPEATS):
-        watch = Stopwatch(device)
-        with watch("generate"):
-            target.network.generate(tokens, max_new_tokens=count, **options)
-        ends.append(watch.read()["generate"][0])
-    return [("target, one token", one, memory[0]), (f"target, {K + 1} tokens", verify, memory[0]),
-            ("target, one token by generate, static cache", (ends[1] - ends[0]) / STEP_REPEATS, memory[0]),
-            (f"draft, {K + 1} tokens (trunk)", trunk, memory[1]),
-            (f"draft, {STEP_BUDGET} branches (tree step)", step, memory[1]),
+    target_memory, draft_memory = target_bytes / bandwidth, draft_bytes / bandwidth
+    return [("target, one token", one, target_memory), (f"target, {K + 1} tokens", verify, target_memory),
+            ("target, one token by generate, static cache", by_generate, target_memory),
+            (f"draft, {K + 1} tokens (trunk)", trunk, draft_memory),
+            (f"draft, {STEP_BUDGET} branches (tree step)", step, draft_memory),
             ("verification outside its pass", verifying - verify, None),
             ("pre-speculation outside its passes", drafting - trunk - K * step, None)]
 

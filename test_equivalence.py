@@ -1016,14 +1016,14 @@ def embedded_pair():
 @lru_cache
 def embedded_reference() -> list[list[int]]:
     target, _, prompts = embedded_pair()
-    return [greedy_reference(target, prompt, 32) for prompt in prompts]
+    return [greedy_reference(target, prompt, 24) for prompt in prompts]
 
 
 @slow
 @pytest.mark.parametrize("mode", MODES)
 def test_greedy_text_of_the_embedded_pair_is_that_of_generate(mode):
     target, draft, prompts = embedded_pair()
-    generations, _ = greedy_texts(target, draft, mode, prompts, 32, CausalLM(target).eos_tokens, lookahead=5, budget=16)
+    generations, _ = greedy_texts(target, draft, mode, prompts, 24, CausalLM(target).eos_tokens, lookahead=5, budget=16)
     assert [g.tokens for g in generations] == embedded_reference()
 
 
@@ -1340,12 +1340,12 @@ def two_processes(draft_process, tmp_path: Path, target_net, draft_net, warping:
 
 
 @slow
-@pytest.mark.parametrize("setting", [dict(temperature=1.0, downweight=0.5),
-                                     dict(temperature=0.9, top_p=0.85, downweight=1.0)], ids=("C=0.5", "C=1"))
-def test_two_processes_write_the_targets_joint_distribution(draft_process, tmp_path, setting):
+@pytest.mark.parametrize("setting, batches", [(dict(temperature=1.0, downweight=0.5), 6),
+                                              (dict(temperature=0.9, top_p=0.85, downweight=1.0), 2)])
+def test_two_processes_write_the_targets_joint_distribution(draft_process, tmp_path, setting, batches):
     """The whole: rows that end in different rounds, real messages, the early outcome whenever it comes."""
-    generations, _, stats = two_processes(draft_process, tmp_path, *exact_pair(), setting, [[PROMPT] * 20_000] * 6, 3,
-                                          lookahead=K, budget=4, downweight=setting["downweight"])
+    generations, _, stats = two_processes(draft_process, tmp_path, *exact_pair(), setting, [[PROMPT] * 20_000] * batches,
+                                          3, lookahead=K, budget=4, downweight=setting["downweight"])
     texts = torch.tensor([g.tokens for g in generations])
     assert goodness_of_fit(torch.bincount(code(texts), minlength=VOCAB ** 3)[None], exact_joint(**setting)) > ALPHA
     assert 0.3 < stats.summary(K)["hit_rate"] < 0.95 and 0.3 < stats.summary(K)["acceptance_rate"] < 0.8
@@ -1788,7 +1788,7 @@ def test_the_steps_of_decoding_are_measured(tapes):
     shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                  intermediate_size=48, vocab_size=40, tie_word_embeddings=True)
     rows = bench.measure_steps(bench.BenchSettings(dtype="float32"), shape, shape, 24, torch.device("cpu"))
-    assert len(rows) == 7 and all(seconds > 0 and (memory or 1) > 0 for _, seconds, memory in rows)
+    assert len(rows) == 7 and all(seconds > 0 and memory > 0 for _, seconds, memory in rows[:5])
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--gpu-steps"):
             bench.gpu_steps(bench.BenchSettings())
