@@ -1344,8 +1344,9 @@ def two_processes(draft_process, tmp_path: Path, target_net, draft_net, warping:
                                               (dict(temperature=0.9, top_p=0.85, downweight=1.0), 2)])
 def test_two_processes_write_the_targets_joint_distribution(draft_process, tmp_path, setting, batches):
     """The whole: rows that end in different rounds, real messages, the early outcome whenever it comes."""
-    generations, _, stats = two_processes(draft_process, tmp_path, *exact_pair(), setting, [[PROMPT] * 20_000] * batches,
-                                          3, lookahead=K, budget=4, downweight=setting["downweight"])
+    prompts = [[PROMPT] * 20_000] * batches
+    generations, _, stats = two_processes(draft_process, tmp_path, *exact_pair(), setting, prompts, 3, lookahead=K,
+                                          budget=4, downweight=setting["downweight"])
     texts = torch.tensor([g.tokens for g in generations])
     assert goodness_of_fit(torch.bincount(code(texts), minlength=VOCAB ** 3)[None], exact_joint(**setting)) > ALPHA
     assert 0.3 < stats.summary(K)["hit_rate"] < 0.95 and 0.3 < stats.summary(K)["acceptance_rate"] < 0.8
