@@ -20,6 +20,7 @@ plain SD is its case p_hit = 0 with T_b = T_SD, and a verifier that never waits 
 """
 import copy
 import json
+import math
 import platform
 import statistics
 import sys
@@ -47,7 +48,7 @@ from target_worker import NoSpeculator, Stats, TargetWorker, decode
 WARM_UP, HOPELESS = 8, 3  # tokens; times as slow as with another number of threads
 QUICK_PROMPTS, QUICK_TOKENS = 3, 24
 FIRST_ROUND = 21  # most tokens that transformers' assisted decoding may yield at once, by default
-SD_LOOKAHEADS = (3, 5, 7)
+SD_LOOKAHEADS = (5, 7)  # beside --lookahead
 LOOKUP_TOKENS = 10  # the value of transformers' own examples
 RESAMPLES = 2000  # of the bootstrap
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -84,11 +85,13 @@ class Bench(Run):
         self.tune(self.target, self.draft)
         self.settings = replace(self.settings, lookahead=self.lookahead, budget=self.budget)
 
-    def in_batches(self, size: int | None = None) -> list[list[list[int]]]:
-        """All prompts in batches of `size` (default: --batch-size); the first ones fill up the last batch."""
+    def in_batches(self, size: int | None = None, least: int = 1) -> list[list[list[int]]]:
+        """All prompts in batches of `size` (default: --batch-size), repeated until there are at least so many; the
+        first prompts fill up the last batch."""
         count = len(self.prompts)
         size = min(size or self.settings.batch_size, count)
-        return [[self.prompts[(first + i) % count] for i in range(size)] for first in range(0, count, size)]
+        batches = [[self.prompts[(first + i) % count] for i in range(size)] for first in range(0, count, size)]
+        return batches * math.ceil(least / len(batches))
 
 
 # The layers of Qwen3-0.6B and of Llama-3.1-8B; two more stand in for the output head of the latter, for the vocabulary
@@ -528,7 +531,7 @@ def sweep_batch(bench: Bench) -> None:
     """Cor. 16, Thm. 17: who should draft after a miss, by batch size."""
     kinds, sizes = ("neural", "fast", "auto"), batch_sizes(bench)
     measured = [measure(bench, (Variant(kind, {"backup": kind, "batch_size": size}) for kind in kinds),
-                        bench.in_batches(size)) for size in sizes]
+                        bench.in_batches(size, least=3)) for size in sizes]
     if own_rank() == DRAFT:
         return
     rows, critical = [], []
@@ -557,7 +560,7 @@ def sweep_frontier(bench: Bench) -> None:
     sizes, sd = batch_sizes(bench), SD | {"lookahead": bench.settings.lookahead}
     variants = [Variant(name, changes, count) for name, changes in (("ar", {"mode": "ar"}), ("sd", sd))
                 for count in threads_alone()] + [Variant("ssd", {})]
-    measured = [measure(bench, variants, bench.in_batches(size)) for size in sizes]
+    measured = [measure(bench, variants, bench.in_batches(size, least=3)) for size in sizes]
     if own_rank() == DRAFT:
         return
     rows = []

@@ -247,7 +247,7 @@ class DraftWorker:
         return {"times": self.watch.read(), "learnt": {
             "acceptance_rate_primary": self.fan_out.acceptance_rate(True),
             "acceptance_rate_backup": self.fan_out.acceptance_rate(False),
-            "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": self.fan_out.ranks,
+            "miss_exponent": self.fan_out.miss_exponent, "bonus_ranks": list(self.fan_out.ranks),
             "fan_out": self.fan_out.shapes[True], "fan_out_after_backup": self.fan_out.shapes[False],
             "downweight": self.downweight.value,
             "backup": self.backup.kind, "critical_batch_size": self.backup.critical_batch_size}}
