@@ -559,7 +559,7 @@ def sweep_frontier(bench: Bench) -> None:
     """Latency against throughput: AR, SD and SSD over batch sizes."""
     sizes, sd = batch_sizes(bench), SD | {"lookahead": bench.settings.lookahead}
     variants = [Variant(name, changes, count) for name, changes in (("ar", {"mode": "ar"}), ("sd", sd))
-                for count in threads_alone()] + [Variant("ssd", {})]
+                for count in threads_alone()] + [Variant("ssd", {"backup": backup}) for backup in ("neural", "fast")]
     measured = [measure(bench, variants, bench.in_batches(size, least=3)) for size in sizes]
     if own_rank() == DRAFT:
         return
