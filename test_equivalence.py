@@ -618,7 +618,8 @@ def assert_kv_is_fresh(lm: CausalLM, texts: list[list[int]], lengths: list[int])
                 torch.testing.assert_close(slots[layer][row, :, :length], plain[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("prompts", ([RAGGED[0]], RAGGED), ids=("one row", "ragged batch"))
+@pytest.mark.parametrize("prompts", (pytest.param([RAGGED[0]], id="one row", marks=slow),
+                                     pytest.param(RAGGED, id="ragged batch")))
 @pytest.mark.parametrize("mode", ("sd", "ssd", "ssd, early outcome", "ssd, fast backup"))
 @pytest.mark.parametrize("temperature", (0, 0.7))
 def test_after_twenty_rounds_of_hits_and_misses_all_KV_equals_a_fresh_prefill(prompts, mode, temperature):
@@ -750,7 +751,8 @@ def test_every_branch_of_the_tree_sees_what_a_plain_forward_over_its_own_tokens_
 
 
 @pytest.mark.parametrize("temperature, prompts, choices", [
-    (1, RAGGED, dict(downweight=0.5)), (0, RAGGED, {}), (1, RAGGED[:1], {}), (0, RAGGED[:1], {}),
+    (1, RAGGED, dict(downweight=0.5)), (0, RAGGED, {}),
+    pytest.param(1, RAGGED[:1], {}, marks=slow), pytest.param(0, RAGGED[:1], {}, marks=slow),
     pytest.param(1, RAGGED, dict(downweight=None, shape="auto", backup="auto"), marks=slow),
     pytest.param(0, RAGGED, dict(shape="auto", backup="fast"), marks=slow)])
 def test_the_early_outcome_changes_neither_text_nor_hits(temperature, prompts, choices):
