@@ -48,7 +48,7 @@ from target_worker import NoSpeculator, Stats, TargetWorker, decode
 WARM_UP, HOPELESS = 8, 3  # tokens; times as slow as with another number of threads
 QUICK_PROMPTS, QUICK_TOKENS = 3, 24
 FIRST_ROUND = 21  # most tokens that transformers' assisted decoding may yield at once, by default
-SD_LOOKAHEADS = (5, 7)  # beside --lookahead
+SD_LOOKAHEADS = (4, 5, 7)
 LOOKUP_TOKENS = 10  # the value of transformers' own examples
 RESAMPLES = 2000  # of the bootstrap
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -137,7 +137,7 @@ def enlarge(small: PreTrainedModel, **body) -> PreTrainedModel:
         layer.self_attn.q_proj.weight.view(-1, new.head_dim, new.hidden_size)[head] = 0  # no score but from the lanes
     for name, weight in small.named_parameters():
         kind = name.split(".")[-2]
-        factor = {"q_proj": stretch ** 0.5}.get(kind, 1.0 if kind in places else shrink)
+        factor = stretch ** 0.5 if kind == "q_proj" else 1.0 if kind in places else shrink
         large.get_parameter(name)[places.get(kind, width)] = factor * weight
     return large
 
@@ -699,6 +699,7 @@ STEP_CONTEXT, STEP_LOOKAHEAD, STEP_BUDGET, STEP_REPEATS = 1024, 5, 24, 20
 
 
 def median_seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    """Of `STEP_REPEATS` calls, after those in which passes are recorded."""
     seconds = []
     for _ in range(STEP_REPEATS + RECORD_FROM + 1):
         watch = Stopwatch(device)
