@@ -200,6 +200,7 @@ class CausalLM:
 
         `rows` `[B]` selects batch rows (default: all). `logits=False` only fills the KV. Positions beyond the
         longest text are clamped to its end: such tokens are computed only to keep shapes static, and never used."""
+        positions = positions.clamp(max=self.last_position)  # here, because a recording outlives the batch
         if self.records and logits and rows is None and tokens.shape[1] <= LONGEST_RECORDED:
             return self.replay(tokens, positions, slots, mask)
         return self.run(tokens, positions, slots, mask, rows, logits)
@@ -225,7 +226,7 @@ class CausalLM:
         """The pass, kernel by kernel."""
         self.kv.aim(slots, mask.shape[-1], rows)
         output = self.network(
-            input_ids=tokens.clamp(max=self.last_token), position_ids=positions.clamp(max=self.last_position),
+            input_ids=tokens.clamp(max=self.last_token), position_ids=positions,
             attention_mask=mask[:, None], past_key_values=self.kv, use_cache=True, logits_to_keep=0 if logits else 1)
         return fit_vocabulary(output.logits, self.vocab_size) if logits else None
 

@@ -677,7 +677,8 @@ def tapes(monkeypatch):
 
 @pytest.mark.parametrize("mode", ("ar", "ssd"))
 def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
-    """In batches whose rows leave one by one: recordings for other rows or other buffers would be wrong."""
+    """In batches whose rows leave one by one: recordings for other rows or other buffers would be wrong. And in the
+    same buffers for longer texts than those that were recorded."""
     net, passes = network(), []
     replay = model.Recording.replay
     monkeypatch.setattr(model.Recording, "replay", lambda *arguments: passes.append(1) or replay(*arguments))
@@ -686,10 +687,12 @@ def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
     target.model.records = True
     if lookahead:
         speculator.model.records = True
-    for prompts in (RAGGED[1:], RAGGED[:3], RAGGED[:2], *[RAGGED[:1]] * 4):
+    longer = [([[7] * 30], 2), (RAGGED[:1], 18), (RAGGED[2:3], 18)]
+    again = [(prompts, 18) for prompts in (RAGGED[1:], RAGGED[:3], RAGGED[:2], *[RAGGED[:1]] * 4)]
+    for prompts, count in longer + again:
         recorded = len(tapes)
-        generations = decode(target, speculator, prompts, 18, lookahead, [], Stats())
-        assert [g.tokens for g in generations] == [greedy_reference(net, prompt, 18) for prompt in prompts]
+        generations = decode(target, speculator, prompts, count, lookahead, [], Stats())
+        assert [g.tokens for g in generations] == [greedy_reference(net, prompt, count) for prompt in prompts]
     assert len(tapes) == recorded, "the last batch was decoded before: nothing is new"
     assert len(tapes) > 4 and len(passes) > 3 * len(tapes) and target.model.records
 
