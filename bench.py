@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from cache import FanOut, Speculation, critical_batch_size, expected_tokens, fit_power_law, throughput
 from draft_worker import Backup, Downweight, DraftWorker
-from model import RECORD_FROM, CausalLM, Stopwatch, UserError, context_length, load
+from model import RECORD_FROM, CausalLM, Stopwatch, UserError, context_length
 from sampling import logits_warpers
 from saguaro import (DRAFT, DTYPES, FAST_ACCEPTANCE, TARGET, TINY, RemoteSpeculator, Run, Settings, option, own_rank,
                      parse_settings, serve, start, threads)
@@ -81,7 +81,7 @@ class Bench(Run):
             self.target = self.speed_up(CausalLM(network))
             print(f"the target's function in a body of {network.num_parameters() / 1e9:.2f}B parameters")
         device = self.target_device if self.target else self.draft_device  # the target's rank drafts too: for SD
-        self.draft = self.speed_up(load(self.settings.draft, self.draft_config, self.dtype, device, self.vocab_size))
+        self.draft = self.load_draft(device)
         self.tune(self.target, self.draft)
         self.settings = replace(self.settings, lookahead=self.lookahead, budget=self.budget)
 
@@ -259,9 +259,9 @@ def check_texts(bench: Bench, competitors: list[Competitor]) -> None:
         if differing:
             said = (f"{other.name} ({other}) wrote other greedy text than {greedy[0].name} for {differing} of "
                     f"{len(other.texts)} prompts")
-            if torch.finfo(bench.dtype).bits >= 32:
+            if torch.finfo(bench.target.dtype).bits >= 32:
                 sys.exit(said)
-            print(f"{said}: rounding to {bench.dtype} can decide between tokens that are nearly as likely")
+            print(f"{said}: rounding to {bench.target.dtype} can decide between tokens that are nearly as likely")
 
 
 class Clock(StoppingCriteria):
@@ -696,6 +696,7 @@ LLAMA_8B = BODIES["8b"] | dict(num_hidden_layers=32, vocab_size=128256, tie_word
 LLAMA_1B = dict(hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64,
                 intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True)
 STEP_CONTEXT, STEP_LOOKAHEAD, STEP_BUDGET, STEP_REPEATS = 1024, 5, 24, 20
+COPIED = 2 ** 30  # bytes, to measure the memory bandwidth
 
 
 def median_seconds(device: torch.device, work: Callable[[], Any]) -> float:
@@ -739,9 +740,9 @@ def measure_steps(s: "BenchSettings", target_shape: dict, draft_shape: dict, con
                   ) -> list[tuple[str, float, float | None]]:
     """What a step is, its seconds, and those that reading its weights and KV from memory takes."""
     K, prompt = STEP_LOOKAHEAD, [1] * context
-    block = torch.empty(2 ** 30 if device.type == "cuda" else 2 ** 24, dtype=torch.uint8, device=device)
+    block = torch.empty(COPIED, dtype=torch.uint8, device=device)
     copied = torch.empty_like(block)
-    bandwidth = 2 * len(block) / median_seconds(device, lambda: copied.copy_(block))  # read and written
+    bandwidth = 2 * COPIED / median_seconds(device, lambda: copied.copy_(block))  # read and written
     print(f"memory bandwidth, measured by copying: {bandwidth / 1e9:.0f} GB/s")
     target, target_bytes = random_llama(s, target_shape, context, device)
     draft, draft_bytes = random_llama(s, draft_shape, context, device)
@@ -764,8 +765,9 @@ def measure_steps(s: "BenchSettings", target_shape: dict, draft_shape: dict, con
             ("target, one token by generate, static cache", by_generate, target_memory),
             (f"draft, {K + 1} tokens (trunk)", trunk, draft_memory),
             (f"draft, {STEP_BUDGET} branches (tree step)", step, draft_memory),
-            ("verification outside its pass", verifying - verify, None),
-            ("pre-speculation outside its passes", drafting - trunk - K * step, None)]
+            (f"outside its pass, of a verification of {1000 * verifying:.2f} ms", verifying - verify, None),
+            (f"outside its passes, of a pre-speculation of {1000 * drafting:.2f} ms", drafting - trunk - K * step,
+             None)]
 
 
 def gpu_steps(s: "BenchSettings") -> None:

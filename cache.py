@@ -162,29 +162,28 @@ def choose_guesses(ranked: torch.Tensor, table: torch.Tensor) -> Outcome:
 
     ranked: see `rank_guesses`; table `[B, 2, budget]`: the `branches` of every row. Where F_k exceeds the candidates
     the last is repeated."""
-    k, rank = table.to(ranked.device).unbind(1)
-    row = torch.arange(len(k), device=ranked.device)[:, None]
+    k, rank = table.unbind(1)
+    row = torch.arange(len(k))[:, None]
     return Outcome(k, ranked[row, k, rank.clamp(max=ranked.shape[-1] - 1)])
 
 
 @dataclass
 class SpeculationCache:
     """S^T (Def. 4): for every row n = `budget` guessed outcomes, and the speculation prepared for each, token by
-    token."""
+    token. Guesses and look-ups are in host memory, where outcomes are."""
     guesses: Outcome                                          # num_accepted, bonus: [B, n]
     tokens: list[torch.Tensor] = field(default_factory=list)  # one [B, n] for each of the K drafted tokens
     q: list[torch.Tensor] = field(default_factory=list)       # likewise [B, n, V]; stays empty when greedy
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which guess is the outcome? `(hit [B] in host memory, branch [B])`; branch means nothing where hit is
-        False."""
-        device = self.guesses.bonus.device
-        match = ((self.guesses.num_accepted == outcome.num_accepted.to(device)[:, None])
-                 & (self.guesses.bonus == outcome.bonus.to(device)[:, None]))
-        return match.any(1).cpu(), match.long().argmax(1)
+        """Which guess is the outcome? `(hit [B], branch [B])`; branch means nothing where hit is False."""
+        match = ((self.guesses.num_accepted == outcome.num_accepted[:, None])
+                 & (self.guesses.bonus == outcome.bonus[:, None]))
+        return match.any(1), match.long().argmax(1)
 
     def take(self, branch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The prepared speculation of one branch `[B]` a row: tokens `[B, K]`, q `[B, K, V]` or None."""
+        branch = branch.to(self.tokens[0].device)
         row = torch.arange(len(branch), device=branch.device)
         return (torch.stack(self.tokens, 1)[row, :, branch],
                 torch.stack([q[row, branch] for q in self.q], 1) if self.q else None)
@@ -196,7 +195,7 @@ class SpeculationCache:
 
     def only(self, branch: torch.Tensor) -> "SpeculationCache":
         """The cache reduced to one branch `[B]` a row."""
-        row = torch.arange(len(branch), device=branch.device)
+        row = torch.arange(len(branch))
 
         def pick(field: torch.Tensor) -> torch.Tensor:
             return field[row, branch][:, None]

@@ -35,7 +35,7 @@ class Tree:
 
     def only(self, branch: torch.Tensor) -> "Tree":
         """The tree reduced to one branch `[B]` a row."""
-        row = torch.arange(len(branch), device=branch.device)
+        row = torch.arange(len(branch))
         return Tree(*(part if isinstance(part, int) else part[row, branch][:, None] for part in vars(self).values()))
 
 
@@ -59,9 +59,8 @@ class DraftWorker:
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         width = longest + self.lookahead + 1
-        self.text = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts],
-                                 device=self.model.device)  # [B, width] those tokens, and room
-        self.drafted = self.text[:, :0]  # [B, K] the tokens being verified
+        self.text = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])  # [B, width], with room
+        self.drafted = self.text[:, :0].to(self.model.device)  # [B, K] the tokens being verified
         self.hit = torch.ones(len(prompts), dtype=torch.bool)  # [B] did they come from the cache?
         self.cache: SpeculationCache | None = None
         self.verdict: tuple | None = None  # what `learn` has not yet seen
@@ -81,7 +80,7 @@ class DraftWorker:
             tokens, q = self.draft_now()
         else:
             tokens, q = self.cache.take(branch)
-            missed = (~hit).nonzero().flatten().to(self.model.device)
+            missed = (~hit).nonzero().flatten()
             tokens[missed], backup_q = self.draft_now(missed)
             if q is not None:
                 q[missed] = backup_q
@@ -95,18 +94,17 @@ class DraftWorker:
         if not going_on.all():
             self.keep(going_on)
             outcome = Outcome(outcome.num_accepted[going_on], outcome.bonus[going_on])
-        device = self.model.device
         places = self.length[:, None] + torch.arange(self.drafted.shape[1])
-        self.text.scatter_(1, places.to(device), self.drafted)
+        self.text.scatter_(1, places, self.drafted.cpu())
         end = self.length + outcome.num_accepted
-        self.text.scatter_(1, end[:, None].to(device), outcome.bonus[:, None].to(device))
+        self.text.scatter_(1, end[:, None], outcome.bonus[:, None])
         self.length = end + 1
         return outcome
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop the finished rows: `rows` `[B]` is True for those that go on."""
         self.model.kv.keep(rows)
-        self.length, self.hit, rows = self.length[rows], self.hit[rows], rows.to(self.model.device)
+        self.length, self.hit = self.length[rows], self.hit[rows]
         self.text, self.drafted = self.text[rows], self.drafted[rows]
         if self.cache:
             self.cache, self.ranked = self.cache.keep(rows), self.ranked[rows]
@@ -127,18 +125,17 @@ class DraftWorker:
     def draft_now(self, rows: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """K tokens after the verified text of `rows` (default: all) by the backup of the moment: `(tokens, q)`."""
         with self.watch("backup"):
-            rows = torch.arange(len(self.text), device=self.model.device) if rows is None else rows
+            rows = torch.arange(len(self.text)) if rows is None else rows
             return self.fast_backup(rows) if self.backup.kind == "fast" else self.neural_backup(rows)
 
     def neural_backup(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The draft model, one pass per token. The first pass takes the last two verified tokens: if all K tokens
         of a neural backup were accepted and no trunk pass followed, the KV of the last but one is missing."""
-        length = self.length[rows.cpu()]
         coins = self.coins(len(rows), self.lookahead)
         shape = self.fan_out.shapes[False]
-        start = length - 2
-        tokens = self.text[rows].gather(1, (start[:, None] + torch.arange(2)).to(self.model.device))
-        subset = None if len(rows) == len(self.text) else rows
+        start = self.length[rows] - 2
+        tokens = self.text[rows].gather(1, start[:, None] + torch.arange(2)).to(self.model.device)
+        subset = None if len(rows) == len(self.text) else rows.to(self.model.device)
         drafted, drawn_from = [], []
         for step in range(self.lookahead):
             logits = self.model.causal(tokens, start, subset)[:, -1]
@@ -153,6 +150,7 @@ class DraftWorker:
         """Prompt look-up in each row's own text: point-mass proposals, q = 1 on the token, and no model."""
         texts = (self.text[row, :self.length[row]] for row in rows.tolist())
         tokens = torch.stack([continue_by_look_up(text, self.lookahead, self.model.vocab_size) for text in texts])
+        tokens = tokens.to(self.model.device)
         if self.warpers is None:
             return tokens, None
         dtype = torch.promote_types(self.model.dtype, torch.float32)
@@ -184,24 +182,25 @@ class DraftWorker:
         """The trunk pass: put the speculation under verification into the KV, guess its outcomes, and make room for
         a branch for each in scratch slots above the trunk."""
         device, rows, lookahead = self.model.device, len(self.text), self.drafted.shape[1]
-        last = self.text.gather(1, (self.length - 1)[:, None].to(device))
-        logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
-        self.ranked = rank_guesses(logits, self.drafted, self.fan_out.budget)
         budget, round_0 = self.fan_out.budget, not lookahead  # when k can be nothing but 0
+        last = self.text.gather(1, (self.length - 1)[:, None]).to(device)
+        coins = self.coins(rows, budget, self.lookahead)  # before the pass: on a GPU, they would wait for it
+        logits = self.model.causal(torch.cat([last, self.drafted], 1), self.length - 1)
+        self.ranked = rank_guesses(logits, self.drafted, budget).cpu()
         table = branches([budget]).expand(rows, -1, -1) if round_0 else self.fan_out.table(self.hit)
         self.cache = SpeculationCache(choose_guesses(self.ranked, table))
 
         trunk_end = int(self.length.max()) + lookahead
-        fork = self.length.to(device)[:, None] + self.cache.guesses.num_accepted  # [B, n] trunk tokens a branch sees
+        fork = (self.length[:, None] + self.cache.guesses.num_accepted).to(device)  # [B, n] trunk tokens a branch sees
         trunk = torch.arange(trunk_end, device=device) < fork[..., None]
         visible = torch.cat([trunk, self.ancestors.expand(rows, -1, -1)], 2)
         return Tree(positions=fork, slots=(trunk_end + torch.arange(budget, device=device)).expand(rows, -1),
-                    stride=budget, mask=self.model.additive(visible), coins=self.coins(rows, budget, self.lookahead))
+                    stride=budget, mask=self.model.additive(visible), coins=coins)
 
     def grow(self, tree: Tree) -> None:
         """One tree pass: the next token of every branch."""
         step = len(self.cache.tokens)
-        tokens = self.cache.tokens[-1] if step else self.cache.guesses.bonus
+        tokens = self.cache.tokens[-1] if step else self.cache.guesses.bonus.to(tree.slots.device)
         seen = tree.mask.shape[-1] - (self.lookahead - step - 1) * tree.stride  # scratch slots of later steps are empty
         logits = self.model.forward(tokens, tree.positions + step, tree.slots + step * tree.stride,
                                     tree.mask[..., :seen])
@@ -225,8 +224,7 @@ class DraftWorker:
         self.verdict = None
         if len(ranked[0]) == 1:
             return  # round 0 verified nothing
-        row = torch.arange(len(hit), device=ranked.device)
-        match = ranked[row, outcome.num_accepted.to(ranked.device)] == outcome.bonus[:, None].to(ranked.device)
+        match = ranked[torch.arange(len(hit)), outcome.num_accepted] == outcome.bonus[:, None]
         rank = torch.where(match.any(1), match.long().argmax(1), ranked.shape[-1])
         self.fan_out.observe(verified_hit, outcome.num_accepted, rank)
         self.downweight.observe(outcome.num_accepted, hit)

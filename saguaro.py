@@ -43,6 +43,7 @@ from target_worker import Generation, NoSpeculator, Speculator, Stats, TargetWor
 TINY = Path(__file__).resolve().parent / "tiny"  # the embedded pair
 TARGET, DRAFT = 0, max(1, int(os.environ.get("WORLD_SIZE", 1)) - 1)  # ranks; any between are target ranks, too
 SMALL_DRAFT = 50_000_000  # parameters; with one GPU such a draft runs on the CPU
+WEIGHTS = 0.8  # the share of several GPUs' free memory that a target's weights may fill: the rest is for the KV
 MEASURED = (1, 2, 4, 8, 16, 32)  # tokens a row, in the passes that "auto" settings time at start-up
 FAST_ACCEPTANCE = 0.2  # first guess of the acceptance rate of looked-up tokens
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
@@ -371,7 +372,10 @@ class Run:
         elif self.settings.mode == "ssd" and gpus:
             self.draft_device = torch.device("cuda", gpus - 1)
             self.apart = True
-        self.dtype = DTYPES.get(self.settings.dtype, torch.bfloat16 if gpus else torch.float32)
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Of the models there."""
+        return DTYPES.get(self.settings.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def join(self) -> None:
         """Meet the other ranks. Tensors on GPUs travel over NCCL, tensors in host memory over gloo."""
@@ -386,18 +390,16 @@ class Run:
     def load_target(self) -> CausalLM:
         """Sharded over the target ranks; by one rank, on one device if it fits, else filling one GPU after the other up
         to the draft's."""
+        dtype = self.dtype(self.target_device)
         if self.shards > 1:
             mesh = DeviceMesh.from_group(self.targets, self.target_device.type)
-            return load_sharded(self.settings.target, self.target_config, self.dtype, self.plan, mesh)
-        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in self.target_gpus}
-        several = len(free) > 1
-        device = "sequential" if several else self.target_device
-        return self.speed_up(load(self.settings.target, self.target_config, self.dtype, device,
-                                  max_memory=free if several else None))
+            return load_sharded(self.settings.target, self.target_config, dtype, self.plan, mesh)
+        room = {gpu: int(WEIGHTS * torch.cuda.mem_get_info(gpu)[0]) for gpu in self.target_gpus}
+        device, room = ("sequential", room) if len(room) > 1 else (self.target_device, None)
+        return self.speed_up(load(self.settings.target, self.target_config, dtype, device, max_memory=room))
 
-    def load_draft(self) -> CausalLM:
-        return self.speed_up(load(self.settings.draft, self.draft_config, self.dtype, self.draft_device,
-                                  self.vocab_size))
+    def load_draft(self, device: torch.device) -> CausalLM:
+        return self.speed_up(load(self.settings.draft, self.draft_config, self.dtype(device), device, self.vocab_size))
 
     def speed_up(self, model: CausalLM) -> CausalLM:
         return model.speed_up(graphs=not self.settings.eager, compiled=self.settings.compile)
@@ -442,7 +444,7 @@ class Run:
         return DraftWorker(model, self.warpers, s.seed + 1, self.lookahead, fan_out, downweight, backup)
 
     def wire(self) -> Wire:
-        q_dtype = None if self.warpers is None else torch.promote_types(self.dtype, torch.float32)
+        q_dtype = None if self.warpers is None else torch.float64 if self.settings.dtype == "float64" else torch.float32
         return Wire(self.wire_device, self.lookahead, self.vocab_size, q_dtype, self.targets)
 
     def batches(self) -> Iterator[list[list[int]]]:
@@ -458,7 +460,7 @@ def run_target(run: Run) -> None:
     """Rank 0: decode all prompts, show what comes out, write --json."""
     s = run.settings
     target = run.load_target()
-    draft = run.load_draft() if s.mode == "sd" else None
+    draft = run.load_draft(run.draft_device) if s.mode == "sd" else None
     speculator: Speculator = NoSpeculator()
     lookahead = 0
     if s.mode != "ar":
@@ -494,7 +496,7 @@ def run_shard(run: Run) -> None:
 
 def run_draft(run: Run) -> None:
     """The last rank: draft for every batch that rank 0 decodes."""
-    model = run.load_draft()
+    model = run.load_draft(run.draft_device)
     run.tune(None, model)
     draft, wire = run.draft_worker(model), run.wire()
     for batch in run.batches():
@@ -591,6 +593,10 @@ def start(parse: Callable[[], Settings], kind: type[Run], work: Callable[[Run], 
         if settings.mode == "ssd":
             run.join()
         work(run)
+    except torch.OutOfMemoryError as problem:
+        reason = ". ".join(str(problem).split(". ")[:2])
+        complain(UserError(f"rank {rank} ({role(rank)}) lacks GPU memory ({reason}): a smaller --batch-size or "
+                           "--max-new-tokens may help, or more target ranks"), speaks=True)
     except (UserError, RuntimeError, dist.DistBackendError) as problem:
         if "Connection closed by peer" in str(problem) or "reset by peer" in str(problem):
             sys.exit(f"rank {rank} ({role(rank)}) stops: another rank is gone")

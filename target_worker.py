@@ -45,11 +45,12 @@ class TargetWorker:
         """One target pass over the last verified token and the K drafted ones: accept, reject, add the bonus
         token."""
         with self.watch("verify"):
-            drafted = speculation.tokens.to(self.model.device)
+            coins = torch.rand(len(self.last), speculation.tokens.shape[1] + 1, generator=self.generator)
+            # All that must move to a GPU moves before the pass: later, it would wait for it.
+            drafted, q, coins = (part if part is None else part.to(self.model.device)
+                                 for part in (speculation.tokens, speculation.q, coins))
             logits = self.model.causal(torch.cat([self.last, drafted], 1), self.length - 1)
             p = sampling.probabilities(logits, self.warpers)
-            coins = torch.rand(logits.shape[:2], generator=self.generator).to(p.device)
-            q = None if speculation.q is None else speculation.q.to(p.device)
             num_accepted, bonus = sampling.verify(p, drafted, q, coins)
             outcome = Outcome(*torch.stack((num_accepted, bonus)).cpu())
         self.length = self.length + outcome.num_accepted + 1

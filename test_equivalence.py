@@ -8,6 +8,7 @@ target had written it alone. This file shows it from the formulas up to the comm
     5  sampled text      frequencies against the target's exact probabilities
     6  classic mistakes  each is planted, and each must be caught by the test of chapter 5
     7  the real thing    processes, started as a user starts them
+    8  GPUs              the same text wherever the models are; where there is no GPU, on a stand-in
 
 How does one test a *distribution*? With a vocabulary of 6 there are only 6^3 = 216 texts of three tokens, and the
 target's probability of each is a product of three softmaxes. We let SSD write 120,000 texts and count. If the program
@@ -42,6 +43,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -50,6 +52,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,10 +62,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation import utils as generation_utils
+from transformers.integrations import accelerate as placement
 
 import bench
 import cache
@@ -76,7 +80,11 @@ from target_worker import NoSpeculator, Stats, TargetWorker, decode
 
 slow = pytest.mark.slow
 torch.set_num_threads(1)  # the networks here are too small to share
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[:torch.cuda.device_count()]
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # for all chapters but the last
 
+FORKS = torch.multiprocessing.get_context("forkserver")  # processes that begin with all imports done, once for all
+FORKS.set_forkserver_preload([__name__])
 ALPHA = 1e-6
 HERE = Path(__file__).resolve().parent
 
@@ -651,6 +659,8 @@ class Tape(TorchDispatchMode):
         self.operations = []
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        if OnGPU in types:
+            return NotImplemented  # what it does in host memory comes by again
         given = operation(*arguments, **options or {})
         self.operations.append((operation, arguments, options or {}, given))
         return given
@@ -662,14 +672,16 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
+STREAM = SimpleNamespace(wait_stream=lambda other: None)
+GRAPHS = {"CUDAGraph": Tape, "graph": lambda tape, **_: tape, "Stream": lambda: STREAM,
+          "current_stream": lambda: STREAM, "stream": lambda _: nullcontext()}
+
+
 @pytest.fixture
 def tapes(monkeypatch):
     """All graphs recorded so far. With these stand-ins the code for GPUs runs on a CPU."""
     recorded = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, stand_in in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": Tape,
-                           "stream": lambda _: nullcontext(), "graph": lambda tape, **_: recorded.append(tape) or tape
-                           }.items():
+    for name, stand_in in (GRAPHS | {"graph": lambda tape, **_: recorded.append(tape) or tape}).items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(model, "BUCKET", 16)
     return recorded
@@ -688,7 +700,7 @@ def test_recorded_passes_write_the_same_text(mode, tapes, monkeypatch):
     if lookahead:
         speculator.model.records = True
     longer = [([[7] * 30], 2), (RAGGED[:1], 18), (RAGGED[2:3], 18)]
-    again = [(prompts, 18) for prompts in (RAGGED[1:], RAGGED[:3], RAGGED[:2], *[RAGGED[:1]] * 4)]
+    again = [(prompts, 18) for prompts in (RAGGED[1:], RAGGED[:2], *[RAGGED[:1]] * 4)]
     for prompts, count in longer + again:
         recorded = len(tapes)
         generations = decode(target, speculator, prompts, count, lookahead, [], Stats())
@@ -1282,10 +1294,8 @@ def work_off(jobs) -> None:
 @contextmanager
 def other_process():
     """The queue of a process that does `work_off`."""
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # imported once for all such processes
-    jobs = context.SimpleQueue()
-    process = context.Process(target=work_off, args=(jobs,), daemon=True)
+    jobs = FORKS.SimpleQueue()
+    process = FORKS.Process(target=work_off, args=(jobs,), daemon=True)
     process.start()
     yield jobs
     jobs.put(None)
@@ -1448,7 +1458,7 @@ HARMLESS = {
         (SpeculationCache, "take", "row = torch.arange(len(branch), device=branch.device)",
          "row = torch.arange(len(branch)).roll(1)"),
     "a hit served though the bonus token is another":
-        (SpeculationCache, "look_up", "& (self.guesses.bonus == outcome.bonus.to(device)[:, None])", ""),
+        (SpeculationCache, "look_up", "& (self.guesses.bonus == outcome.bonus[:, None])", ""),
     "branches that see each other":
         (DraftWorker, "plant", "self.ancestors.expand", "torch.ones_like(self.ancestors).expand"),
     "branches that overwrite the trunk's KV":
@@ -1541,12 +1551,12 @@ def saguaro_here(monkeypatch, *arguments) -> None:
 
 STATS = {"tokens", "seconds", "tokens_per_second", "rounds", "tokens_per_round", "acceptance_rate", "hit_rate",
          "verifier_utilisation", "T_p", "T_b", "prefill_seconds"}
-RANKS = {"ar": 1, "sd": 1, "ssd": 3}  # by mode; two are the usual number, in the launches below
+MODE_LAUNCHES = {"ar": PYTHON, "sd": PYTHON, "ssd": torchrun(3)}  # two ranks, the usual number, come below
 
 
 def launch_all_modes(folder: Path) -> list[dict]:
     chosen = ("--prompts", short_prompts(folder), "--batch-size", 2, "--max-new-tokens", 16)
-    return run_for_json(folder, *([*torchrun(ranks), "--mode", mode, *chosen] for mode, ranks in RANKS.items()))
+    return run_for_json(folder, *([*command, "--mode", mode, *chosen] for mode, command in MODE_LAUNCHES.items()))
 
 
 def launch_twice(folder: Path) -> list[dict]:
@@ -1561,18 +1571,24 @@ def launch_without_arguments(_: Path) -> subprocess.CompletedProcess:
     return run(torchrun(1))[0]
 
 
-def launch_benchmark(folder: Path) -> list:
-    """The comparison and all figures, and what they wrote, of a pair and a prompt so small that they take seconds."""
-    target = network(vocab_size=2048, max_position_embeddings=128)
+def save_pair(folder: Path, **changes) -> None:
+    """Checkpoints of a small random target and draft, with the tokenizer of the embedded pair."""
+    target = network(vocab_size=2048, max_position_embeddings=128, **changes)
     for name, net in (("target", target), ("draft", imitation(target, 0.15))):
         copy.deepcopy(net).float().save_pretrained(folder / name)
         for file in (saguaro.TINY / name).glob("tokenizer*.json"):
             (folder / name / file.name).write_bytes(file.read_bytes())
-    command = [sys.executable, HERE / "bench.py", "--target", folder / "target", "--draft", folder / "draft", "--quick",
-               "--max-new-tokens", 22, "--prompts", folder / "prompt.jsonl"]
+
+
+def launch_benchmark(folder: Path) -> tuple:
+    """The comparison, and what it wrote, of a pair and a prompt so small that it takes seconds; likewise all figures,
+    but in processes that have their imports already."""
+    chosen = ("--target", folder / "target", "--draft", folder / "draft", "--quick", "--max-new-tokens", 22,
+              "--prompts", folder / "prompt.jsonl")
     (folder / "prompt.jsonl").write_text('{"text": "def f(x):"}', "utf-8")
-    done = run([*command, "--out", folder / "out.json"], [*command, "--sweep", *bench.SWEEPS, "--figures", folder])
-    return [*done, json.loads((folder / "out.json").read_text("utf-8")), sorted(folder.glob("*.svg"))]
+    comparison, = run([sys.executable, HERE / "bench.py", *chosen, "--out", folder / "out.json"])
+    sweeps = run_ranks(folder, 2, 0, [("bench.py", *chosen, "--sweep", *bench.SWEEPS, "--figures", folder)])
+    return comparison, sweeps, json.loads((folder / "out.json").read_text("utf-8")), sorted(folder.glob("*.svg"))
 
 
 KILLS = ((torchrun(3), 2), (PYTHON, 0))  # a draft rank, a target rank
@@ -1609,23 +1625,33 @@ def wait_for(condition, seconds: float = 120) -> None:
 
 
 LAUNCHES = {  # by the test that looks at the results
-    "test_torchrun_writes_the_same_greedy_text_in_every_mode": launch_all_modes,
+    "test_every_mode_writes_the_same_greedy_text": launch_all_modes,
     "test_same_seed_and_flags_give_same_text_and_hits_however_started": launch_twice,
     "test_without_arguments_the_embedded_pair_continues_an_embedded_prompt": launch_without_arguments,
     "test_the_benchmark_compares_and_draws": launch_benchmark,
     "test_two_ranks_complain_once": lambda _: run([*PYTHON, "--draft", "./nowhere"])[0],
     "test_a_killed_rank_ends_the_job_within_seconds_and_is_named": launch_and_kill,
+    "test_the_text_is_the_same_wherever_the_models_are": lambda folder: launch_on_gpus(folder),
+    "test_the_benchmark_runs_on_a_gpu": lambda folder: launch_benchmark_on_a_gpu(folder),
 }
+PAIRS = {  # for which of them a pair is saved in their folder, and how it is shaped
+    "test_the_benchmark_compares_and_draws": {},
+    "test_the_text_is_the_same_wherever_the_models_are": {"num_hidden_layers": 3, "intermediate_size": 512},
+    "test_the_benchmark_runs_on_a_gpu": {}}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def background(request, tmp_path_factory):
-    """The launches run beside all other tests, one after the other, politely: this is the dictionary of their
+    """The launches run beside all other tests, two at a time, politely: this is the dictionary of their
     futures."""
-    wanted = {item.originalname for item in request.session.items}
-    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(10,)) as pool:  # on Linux of this thread and its children
-        yield {name: pool.submit(launch, tmp_path_factory.mktemp("launch"))
-               for name, launch in LAUNCHES.items() if name in wanted}
+    wanted = LAUNCHES.keys() & {item.originalname for item in request.session.items}
+    folders = {name: tmp_path_factory.mktemp("launch") for name in LAUNCHES if name in wanted}
+    for name in PAIRS.keys() & wanted:
+        save_pair(folders[name], **PAIRS[name])  # here: random weights are drawn by one thread at a time
+    if PAIRS.keys() & wanted:
+        forkserver.ensure_running()  # it will have done the imports when the first process is wanted
+    with ThreadPoolExecutor(2, initializer=os.nice, initargs=(10,)) as pool:  # on Linux threads have their own niceness
+        yield {name: pool.submit(LAUNCHES[name], folder) for name, folder in folders.items()}
 
 
 @pytest.fixture
@@ -1635,8 +1661,8 @@ def launched(request, background):
 
 
 @slow
-def test_torchrun_writes_the_same_greedy_text_in_every_mode(launched):
-    for mode, result in zip(RANKS, launched):
+def test_every_mode_writes_the_same_greedy_text(launched):
+    for mode, result in zip(MODE_LAUNCHES, launched):
         outputs, stats = result["outputs"], result["stats"]
         assert result["config"]["mode"] == mode and result["config"]["max_new_tokens"] == 16
         assert set(outputs[0]) == {"prompt", "text", "tokens", "finish_reason"} and STATS <= set(stats)
@@ -1754,6 +1780,18 @@ def test_a_wrong_invocation_gets_one_sentence_and_exit_status_2(arguments, wrong
 
 
 @slow
+@pytest.mark.filterwarnings("ignore")
+def test_too_little_memory_is_said_in_one_sentence(monkeypatch, capsys):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ...")
+
+    monkeypatch.setattr(CausalLM, "run", refuse)
+    with pytest.raises(SystemExit) as stopped:
+        saguaro_here(monkeypatch, "--mode", "ar")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and "rank 0 (target) lacks GPU memory" in said
+
+
 def test_two_ranks_complain_once(launched):
     assert launched.stderr.count("saguaro.py: error:") == 1 and "no such folder" in launched.stderr
     assert launched.returncode == 2
@@ -1761,9 +1799,9 @@ def test_two_ranks_complain_once(launched):
 
 @slow
 def test_the_benchmark_compares_and_draws(launched):
-    comparison, sweeps, written, figures = launched
-    for done in (comparison, sweeps):
-        assert done.returncode == 0, done.stderr[-3000:]
+    comparison, (codes, said), written, figures = launched
+    assert comparison.returncode == 0, comparison.stderr[-3000:]
+    assert codes == [0, 0], said[-3000:]
     names = {result["name"] for result in written["results"]}
     assert {"ar", "sd", "ssd", "generate", "generate, assisted", "generate, look-up"} < names
     for result in written["results"]:
@@ -1789,24 +1827,13 @@ def test_a_larger_body_computes_the_same_function(changes):
         bench.enlarge(large, hidden_size=40)
 
 
-def test_the_steps_of_decoding_are_measured(tapes):
-    """What --gpu-steps does, on small models and a CPU."""
-    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                 intermediate_size=48, vocab_size=40, tie_word_embeddings=True)
-    rows = bench.measure_steps(bench.BenchSettings(dtype="float32"), shape, shape, 24, torch.device("cpu"))
-    assert len(rows) == 7 and all(seconds > 0 and memory > 0 for _, seconds, memory in rows[:5])
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="--gpu-steps"):
-            bench.gpu_steps(bench.BenchSettings())
-
-
 def test_the_benchmark_stops_when_a_greedy_text_differs():
     competitors = [SimpleNamespace(name=name, texts=[text], settings=SimpleNamespace(temperature=0))
                    for name, text in (("ar", [1, 2]), ("ssd", [1, 3]))]
-    settings = SimpleNamespace(settings=SimpleNamespace(max_new_tokens=2), dtype=torch.float32)
-    bench.check_texts(settings, competitors[:1] * 2)
+    run = SimpleNamespace(settings=SimpleNamespace(max_new_tokens=2), target=SimpleNamespace(dtype=torch.float32))
+    bench.check_texts(run, competitors[:1] * 2)
     with pytest.raises(SystemExit, match="other greedy text than ar"):
-        bench.check_texts(settings, competitors)
+        bench.check_texts(run, competitors)
 
 
 def test_the_benchmark_predicts_by_theorem_7():
@@ -1960,7 +1987,8 @@ def test_every_rank_finds_its_device(case, monkeypatch, capsys):
         return
     saguaro.Run.place(run)
     assert (str(run.target_device), str(run.draft_device), run.apart) == expected
-    assert run.dtype == (torch.bfloat16 if gpus else torch.float32)
+    dtypes = [str(saguaro.Run.dtype(run, device)) for device in (run.target_device, run.draft_device)]
+    assert dtypes == ["torch.float32" if place == "cpu" else "torch.bfloat16" for place in expected[:2]]
     assert ("will not overlap" in capsys.readouterr().err) == (case == "one GPU, large draft")
 
 
@@ -1999,6 +2027,281 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_loaded_in_parts(tmp_path):
         for name in ("torn", "empty"):
             with pytest.raises(UserError, match=f"{name} in parts: Missing key in checkpoint state_dict: .*weight"):
                 load_shard(tmp_path / name, DeviceMesh("cpu", [0]))
+
+
+# ---- 8. GPUs: real ones where there are enough, else a stand-in for them ----
+
+def within(value, change):
+    """`value` with every tensor in it, in tuples, lists and dictionaries, too, replaced by `change(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([within(part, change) for part in value])
+    return {name: within(part, change) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """"cuda" as the GPU that is current."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+class OnGPU(torch.Tensor):
+    """Stands in for a tensor on a GPU: all of PyTorch takes it for one, but its numbers are in host memory, in `host`.
+    As on a GPU, tensors of different devices cannot meet in one operation, and none can cross over while a graph is
+    captured."""
+    aten, function = torch.ops.aten, torch.nn.functional
+    COPIES = {torch.Tensor.copy_, aten.copy_.default, aten._to_copy.default}
+    INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, aten.index.Tensor, aten.index_put_.default}
+    WAITS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__,
+             torch.Tensor.nonzero, aten.nonzero.default, aten._local_scalar_dense.default}
+    EARLY = {torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.__bool__,
+             torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.nonzero,
+             torch.Tensor.__invert__, torch.Tensor.contiguous, torch.Tensor.unfold,
+             function.scaled_dot_product_attention}  # they ask CUDA something before they dispatch
+    crossings: list[str] = []  # the host waits: until something is "in" the GPU, or until it is computed and "out"
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, device: torch.device):
+        tensor = torch.Tensor._make_wrapper_subclass(cls, host.shape, strides=host.stride(), dtype=host.dtype,
+                                                     storage_offset=host.storage_offset(), device=device)
+        tensor.host = host
+        return tensor
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def data_ptr(self):
+        return self.host.data_ptr()
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), self.clone())
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function in cls.EARLY:
+            return cls.compute(function, arguments, options or {})
+        arguments = [indexed(value) if isinstance(value, torch.device) else value for value in arguments]
+        return torch._C._disabled_torch_function_impl(function, types, tuple(arguments), options or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, arguments=(), options=None):
+        options = options or {}
+        parts = operation.decompose(*arguments, **options) if torch.is_inference_mode_enabled() else NotImplemented
+        return cls.compute(operation, arguments, options) if parts is NotImplemented else parts
+
+    @classmethod
+    def compute(cls, operation, arguments, options):
+        tensors: list[torch.Tensor] = []
+        host_arguments, host_options = within((arguments, options),
+                                              lambda tensor: tensors.append(tensor) or getattr(tensor, "host", tensor))
+        devices = {tensor.device for tensor in tensors if tensor.dim() or tensor.is_cuda}  # numbers may be anywhere
+        device = tensors[0].device if operation in cls.COPIES | cls.INDEXING or not devices else next(iter(devices))
+        if options.get("device") is not None:
+            device, host_options["device"] = indexed(options["device"]), "cpu"
+        if len(devices) > 1 and operation not in cls.COPIES:
+            values = {value.device for value in arguments[2:] if isinstance(value, torch.Tensor) and value.dim()}
+            if operation not in cls.INDEXING or device.type == "cpu" or values - {device}:  # the CPU's indices may pass
+                raise RuntimeError(f"{operation}: tensors on {devices}")
+        places = {place.type for place in devices}
+        masked = operation in cls.INDEXING and any(part.dtype is torch.bool and part.is_cuda for part in tensors[1:])
+        if operation in cls.WAITS or masked or "cuda" in places and device.type == "cpu":
+            cls.cross("out")
+        if "cpu" in places and device.type == "cuda" and not (operation in cls.COPIES and arguments[2:] == (True,)):
+            cls.cross("in")  # the last argument of copies is non_blocking
+        if operation in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):  # gloo's and NCCL's never meet
+            host_arguments = (*host_arguments[:-1], host_arguments[-1] + 1)  # the tag
+        if operation is cls.aten._to_copy.default:
+            operation, host_options = torch.Tensor.to, {"dtype": options.get("dtype") or tensors[0].dtype, "copy": True}
+        host_options.pop("pin_memory", None)
+        result = operation(*host_arguments, **host_options)
+        if device.type == "cpu":
+            return result
+        ours = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, cls)}  # of operations in place
+        return within(result, lambda host: ours[id(host)] if id(host) in ours else cls(host, device))
+
+    @classmethod
+    def cross(cls, way: str) -> None:
+        if isinstance(_get_current_dispatch_mode(), Tape):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        cls.crossings.append(way)
+
+
+def stand_in(gpus: int, free: int) -> None:
+    """From now on this process, which will never again be what it was, has so many GPUs of so many free bytes each.
+    gloo plays NCCL, a tape a graph, and nothing is compiled."""
+    current = torch.device("cuda:0")
+    init_gloo, move, place = dist.init_process_group, torch.nn.Module.to, placement.infer_auto_device_map
+
+    def empty(size, stride=None, *, dtype=None, device=None, **_):
+        options = {"dtype": dtype, "device": "cpu"}
+        host = torch.empty(size, **options) if stride is None else torch.empty_strided(size, stride, **options)
+        return OnGPU(host, indexed(device))
+
+    def set_device(device):
+        nonlocal current
+        current = device
+
+    def init_process_group(backend, timeout, device_id):
+        assert (backend, device_id) == (("cpu:gloo,cuda:nccl", current) if device_id else ("gloo", None))
+        init_gloo("gloo", timeout=timedelta(minutes=1))
+
+    def infer_auto_device_map(*arguments, **options):
+        return {part: f"cuda:{gpu}" if isinstance(gpu, int) else gpu
+                for part, gpu in place(*arguments, **options).items()}
+
+    OnGPU.library = torch.library.Library("aten", "IMPL")
+    for name in ("empty.memory_format", "empty_strided"):  # what every new tensor begins as
+        OnGPU.library.impl(name, empty, "CUDA")
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda"): first made, then moved
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new parameters
+    torch.compiler.set_stance("force_eager")
+    for name, value in (GRAPHS | dict(
+            _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: gpus, set_device=set_device,
+            current_device=lambda: current.index, synchronize=lambda *_: None, mem_get_info=lambda _: (free, 2 ** 36),
+            get_device_name=lambda _: "stand-in", get_device_capability=lambda _: (8, 0))).items():
+        setattr(torch.cuda, name, value)
+    dist.init_process_group, placement.infer_auto_device_map = init_process_group, infer_auto_device_map
+    torch.nn.Module.to = lambda module, device: move(module, indexed(device))
+
+
+PLACEMENTS = {  # GPUs, ranks, and what else is special
+    "no GPU": (0, 2, {}),
+    "one GPU, small draft": (1, 2, {}),
+    "one GPU, large draft": (1, 2, {"small_draft": 0}),
+    "two GPUs": (2, 2, {}),
+    "two machines": (1, 2, {"machines": 2}),
+    "a target on two GPUs": (3, 2, {"free": 1_100_000}),
+    "a target shared by two GPUs": (3, 3, {}),
+    "a target that fits nowhere": (3, 2, {"free": 500_000})}
+
+
+def launch_on_gpus(folder: Path) -> dict[str, tuple[list[int], list[dict], str]]:
+    """By placement: exit codes of the ranks, what the commands wrote, and what they said."""
+    chosen = ("saguaro.py", "--target", folder / "target", "--draft", folder / "draft", "--max-new-tokens", 8,
+              "--dtype", "float32", "--prompt", "def f(x):", "class A:", "--batch-size", 2, "--budget", 6,
+              "--lookahead", 3)
+    greedy, sampled = (*chosen, "--backup", "fast"), (*chosen, "--temperature", 0.5, "--downweight", 0.5)
+    results = {}
+    for place, (gpus, ranks, options) in PLACEMENTS.items():
+        files = [folder / f"{place}, {number}.json" for number in range(2)]
+        commands = [(*command, "--json", file) for command, file in zip((greedy, sampled), files)]
+        codes, said = run_ranks(folder, ranks, gpus, commands, **options)
+        results[place] = codes, [json.loads(file.read_text("utf-8")) for file in files if file.exists()], said
+    return results
+
+
+def launch_benchmark_on_a_gpu(folder: Path) -> tuple[list[int], str]:
+    """The comparison, with the target in a larger body, and the steps."""
+    (folder / "prompts.jsonl").write_text('{"text": "def f(x):"}\n{"text": "class Argument:"}', "utf-8")
+    command = ("bench.py", "--target", folder / "target", "--draft", folder / "draft", "--dtype", "float32", "--quick",
+               "--max-new-tokens", 22, "--prompts", folder / "prompts.jsonl", "--body", "0.6b")
+    codes, said = run_ranks(folder, 2, 1, [command])
+    more_codes, more_said = run_ranks(folder, 1, 1, [("bench.py", "--gpu-steps")])
+    return codes + more_codes, said + more_said
+
+
+def run_ranks(folder: Path, ranks: int, gpus: int, commands: list, **options) -> tuple[list[int], str]:
+    """Exit codes of `one_rank`, once for each rank, and what they said."""
+    sockets = [socket.create_server(("localhost", 0)) for _ in commands]
+    ports = [free.getsockname()[1] for free in sockets]
+    for free in sockets:
+        free.close()
+    said = [folder / f"said by {rank}" for rank in range(ranks)]
+    each = [(file, GPUS, rank, ranks, gpus, ports, commands) for rank, file in enumerate(said)]
+    codes = exit_codes(one_rank, each, **options)
+    return codes, "\n".join(file.read_text("utf-8") for file in said)
+
+
+def exit_codes(job, arguments: list[tuple], **options) -> list[int]:
+    """Of a process for each tuple of arguments, all at once."""
+    processes = [FORKS.Process(target=job, args=each, kwargs=options) for each in arguments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+        process.kill()  # if it is still there
+    return [process.exitcode for process in processes]
+
+
+def one_rank(said: Path, real: list[str], rank: int, ranks: int, gpus: int, ports: list[int], commands: list,
+             machines: int = 1, small_draft: int = saguaro.SMALL_DRAFT, free: int = 2 ** 36) -> None:
+    """A process: a rank of one launch after the other."""
+    sys.stdout = sys.stderr = open(said, "w", encoding="utf-8")
+    torch.set_num_threads(1)
+    here = ranks // machines
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank % here),
+                   "LOCAL_WORLD_SIZE": str(here), "MASTER_ADDR": "localhost",
+                   "CUDA_VISIBLE_DEVICES": ",".join(real[:gpus]),
+                   "NCCL_HOSTID": str(rank // here)}  # without it, NCCL sees that both machines are one
+    if gpus > len(real) or free < 2 ** 36:
+        stand_in(gpus, free)
+    saguaro.DRAFT, saguaro.SMALL_DRAFT, torch.set_num_threads = ranks - 1, small_draft, lambda count: None
+    bench.BODIES["0.6b"] = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+                                head_dim=16, intermediate_size=64)
+    bench.LLAMA_8B = bench.LLAMA_1B = bench.BODIES["0.6b"] | dict(vocab_size=40, tie_word_embeddings=True)
+    bench.STEP_CONTEXT, bench.STEP_REPEATS, bench.COPIED = 24, 4, 2 ** 20
+    bench.threads_alone, saguaro.MEASURED = lambda: [1], (1, 32)
+    for port, command in zip(ports, commands):
+        os.environ["MASTER_PORT"] = str(port)
+        sys.argv = list(map(str, command))
+        {"saguaro.py": saguaro.main, "bench.py": bench.main}[command[0]]()
+    assert not gpus or rank or OnGPU.crossings or torch.cuda.max_memory_allocated(), "the target was not on a GPU"
+
+
+@slow
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_the_text_is_the_same_wherever_the_models_are(launched, place):
+    """Greedy text with the fast backup, sampled text with the neural one."""
+    codes, results, said = launched[place]
+    assert ("will not overlap" in said) == (place == "one GPU, large draft") and "run eagerly" not in said
+    if place == "a target that fits nowhere":
+        assert codes[0] == 2 and "does not fit into the free memory of 2 GPUs" in said
+        return
+    assert codes == [0] * len(codes), said
+    for here, there in zip(results, launched["no GPU"][1], strict=True):
+        assert here["outputs"] == there["outputs"] and 0 < here["stats"]["hit_rate"] < 1
+    assert results[1]["stats"]["hit_rate"] == launched["no GPU"][1][1]["stats"]["hit_rate"]
+
+
+def wait_as_expected() -> None:
+    """The job of the next test."""
+    def meanwhile(work, *arguments):
+        OnGPU.crossings.clear()
+        return work(*arguments), " ".join(OnGPU.crossings)
+
+    stand_in(1, 2 ** 36)
+    forward, net = CausalLM.forward, network()
+    CausalLM.forward = lambda *arguments: OnGPU.crossings.append("pass") or forward(*arguments)
+    on_gpu = [copy.deepcopy(each).to("cuda") for each in (net, imitation(net, 0.15))]
+    for temperature in (0, 1):
+        warpers = sampling.logits_warpers(temperature)
+        target, draft = TargetWorker(CausalLM(on_gpu[0]), warpers, 0), draft_worker(on_gpu[1], warpers)
+        draft.start(RAGGED[:1], 60)
+        outcome, replies = target.prefill(RAGGED[:1], 60, 3), {True: set(), False: set()}
+        for _ in range(12):
+            _, prepared = meanwhile(draft.pre_speculate)
+            speculation, reply = meanwhile(draft.speculate, outcome)
+            outcome, verified = meanwhile(target.verify, speculation)
+            assert re.fullmatch("(in )*pass out( in)* pass pass pass", prepared), prepared
+            assert re.fullmatch("(in )*pass out", verified), verified
+            replies[bool(speculation.hit)].add(reply)
+        assert replies[True] == {"out in"} and all(re.fullmatch("out( in)* pass pass pass", reply)
+                                                   for reply in replies[False]), replies
+
+
+@slow
+def test_the_host_waits_for_the_gpu_once_a_verification():
+    """And never while there is work that it could queue: not between a pass and its verdict, not between the passes of
+    a backup."""
+    assert exit_codes(wait_as_expected, [()]) == [0]
+
+
+@slow
+def test_the_benchmark_runs_on_a_gpu(launched):
+    codes, said = launched
+    assert codes == [0, 0, 0] and "in a body of" in said and "Theorem 7" in said, said
+    assert len(re.findall(r"^  (target|draft), .* \d+\.\d\d$", said, re.MULTILINE)) == 5, said
 
 
 if __name__ == "__main__":
