@@ -2057,7 +2057,7 @@ class OnGPU(torch.Tensor):
              torch.Tensor.nonzero, aten.nonzero.default, aten._local_scalar_dense.default}
     EARLY = {torch.Tensor.copy_, torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.__bool__,
              torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.nonzero,
-             torch.Tensor.__invert__, torch.Tensor.contiguous, torch.Tensor.unfold,
+             torch.Tensor.__invert__, torch.Tensor.contiguous, torch.Tensor.unfold, torch.Tensor.detach,
              function.scaled_dot_product_attention}  # they ask CUDA something before they dispatch
     crossings: list[str] = []  # the host waits: until something is "in" the GPU, or until it is computed and "out"
 
