@@ -264,6 +264,8 @@ def test_verify_agrees_with_the_speculative_sampling_of_transformers(monkeypatch
     coins = torch.rand(300, 5, generator=generator, dtype=torch.float64)
     tokens = sampling.inverse_cdf(q, torch.rand(300, 4, generator=generator, dtype=torch.float64))
     num_accepted, bonus = sampling.verify(p, tokens, q, coins)
+    theirs = generation_utils._speculative_sampling
+    not_done = {"is_done_candidate": False} if "is_done_candidate" in inspect.signature(theirs).parameters else {}
     for row in range(300):
         asked = []
 
@@ -273,8 +275,7 @@ def test_verify_agrees_with_the_speculative_sampling_of_transformers(monkeypatch
 
         monkeypatch.setattr(torch, "rand_like", lambda ratio: coins[row, :4].view_as(ratio))
         monkeypatch.setattr(torch, "multinomial", multinomial)
-        valid, matches = generation_utils._speculative_sampling(
-            tokens[row, None], q[row, None].log(), 4, p[row, None].log())
+        valid, matches = theirs(tokens[row, None], q[row, None].log(), 4, p[row, None].log(), **not_done)
         monkeypatch.undo()
         k = int(num_accepted[row])
         assert int(matches) == k and valid[0].tolist() == [*tokens[row, :k].tolist(), int(bonus[row])]
