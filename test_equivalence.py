@@ -1523,7 +1523,7 @@ def run(*commands: list) -> list[subprocess.CompletedProcess]:
     """Side by side, for most of their time is that of starting Python and importing PyTorch."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda command: subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=180, env=QUIET), commands))
+            list(map(str, command)), capture_output=True, text=True, timeout=400, env=QUIET), commands))
 
 
 def run_for_json(tmp_path: Path, *commands: list) -> list[dict]:
@@ -1618,7 +1618,7 @@ def kill_while_decoding(command: list[str], rank: int, errors: Path) -> tuple[in
             job.kill()
 
 
-def wait_for(condition, seconds: float = 120) -> None:
+def wait_for(condition, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -2220,7 +2220,7 @@ def exit_codes(job, arguments: list[tuple], **options) -> list[int]:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(180)
+        process.join(400)
         process.kill()  # if it is still there
     return [process.exitcode for process in processes]
 
