@@ -160,8 +160,8 @@ def choose_guesses(ranked: torch.Tensor, table: torch.Tensor) -> Outcome:
     """The outcomes to prepare for: for each k the F_k likeliest bonus tokens, as `num_accepted`, `bonus`, both `[B,
     budget]`.
 
-    ranked: see `rank_guesses`; table `[B, 2, budget]`: the `branches` of every row. Where F_k exceeds the candidates
-    the last is repeated."""
+    ranked: see `rank_guesses`; table `[B, 2, budget]`: the `branches` of every row; all in host memory. Where F_k
+    exceeds the candidates the last is repeated."""
     k, rank = table.unbind(1)
     row = torch.arange(len(k))[:, None]
     return Outcome(k, ranked[row, k, rank.clamp(max=ranked.shape[-1] - 1)])

@@ -149,7 +149,7 @@ class KVSlots:
             for layer, buffer in buffers.items():
                 buffers[layer] = buffer[rows.to(buffer.device)]
         self.batch = int(rows.sum())
-        self.recordings.clear()  # they are of more rows
+        self.recordings.clear()  # of more rows, they have no use, and hold the old buffers
 
     def get_seq_length(self, *_) -> int:
         return 0  # read by some models to number the positions, which we always give
@@ -234,7 +234,7 @@ class CausalLM:
                logits: bool = True) -> torch.Tensor | None:
         """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host memory)."""
         count = tokens.shape[1]
-        positions = (start[:, None] + torch.arange(count)).to(self.device, non_blocking=True)  # or it waits
+        positions = (start[:, None] + torch.arange(count)).to(self.device, non_blocking=True)  # else it waits for a pass
         visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
         return self.forward(tokens, positions, positions, self.additive(visible), rows, logits)
 

@@ -374,7 +374,7 @@ class Run:
             self.apart = True
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Of the models there."""
+        """What the models on that device compute in: --dtype, or by default what suits it."""
         return DTYPES.get(self.settings.dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
     def join(self) -> None:
