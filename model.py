@@ -234,7 +234,8 @@ class CausalLM:
                logits: bool = True) -> torch.Tensor | None:
         """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host memory)."""
         count = tokens.shape[1]
-        positions = (start[:, None] + torch.arange(count)).to(self.device, non_blocking=True)  # else it waits for a pass
+        positions = start[:, None] + torch.arange(count)
+        positions = positions.to(self.device, non_blocking=True)  # else the host waits for the pass before
         visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
         return self.forward(tokens, positions, positions, self.additive(visible), rows, logits)
 
