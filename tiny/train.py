@@ -1,23 +1,25 @@
-"""Train the embedded pair: a deep, narrow target that writes Python and a shallow draft that imitates it.
+"""Train the embedded pair: a deep, narrow target that writes Python and a shallow draft that
+imitates it.
 
-    python tiny/train.py            # corpus -> tokenizer -> target -> draft, into tiny/target and tiny/draft
+    python tiny/train.py      # corpus -> tokenizer -> target -> draft: tiny/target, tiny/draft
 
-Corpus: the source of the Python standard library of the interpreter that runs this script, tests included (CPython
-3.11, Python Software Foundation licence), without generated tables and without the files `HELD_OUT`: 9.4M tokens of
-a byte-level BPE with 2,048 tokens. The target (24 layers of width 128, 5.1M parameters) learns to predict the next
-token; the draft (3 layers, 0.9M) starts from the target's embedding, its first two layers, its last layer and its
-final norm, and then minimises KL(target || draft). Optimiser: Muon for the matrices inside the layers, AdamW for
-the rest.
+Corpus: the source of the Python standard library of the interpreter that runs this script, tests
+included (CPython 3.11, Python Software Foundation licence), without generated tables and without
+the files `HELD_OUT`: 9.4M tokens of a byte-level BPE with 2,048 tokens. The target (24 layers of
+width 128, 5.1M parameters) learns to predict the next token; the draft (3 layers, 0.9M) starts
+from the target's embedding, its first two layers, its last layer and its final norm, and then
+minimises KL(target || draft). Optimiser: Muon for the matrices inside the layers, AdamW for the
+rest.
 
-How the pair in this folder came about (2 cores at 2.5 GHz without bfloat16 arithmetic, so float32; torch 2.13): the
-target took 700 steps of a 1,000-step cosine schedule, 60 in windows of 512 tokens with the learning rate falling from
-1.2e-3 to zero, and, started once more, 653 with it falling from 4e-3 to zero, the last 15% of them in long windows: two
-hours, half of them on a busy machine (that last stage with compiled layers and Muon's iteration in float32, for
-speed). Held-out loss: 2.55 nats a token in windows of 256 tokens, 2.48 in
-windows of 512. The draft imitated the target of the first two stages for 530 steps, the final one for 339 more
-from 3e-3 down, 36 minutes in all: held-out KL(target || draft) 0.41 nats a token. The defaults below are the same
-numbers of steps in one go, which was not tried.
-"""
+How the pair in this folder came about (2 cores at 2.5 GHz without bfloat16 arithmetic, so float32;
+torch 2.13): the target took 700 steps of a 1,000-step cosine schedule, 60 in windows of 512 tokens
+with the learning rate falling from 1.2e-3 to zero, and, started once more, 653 with it falling
+from 4e-3 to zero, the last 15% of them in long windows: two hours, half of them on a busy machine
+(that last stage with compiled layers and Muon's iteration in float32, for speed). Held-out loss:
+2.55 nats a token in windows of 256 tokens, 2.48 in windows of 512. The draft imitated the target
+of the first two stages for 530 steps, the final one for 339 more from 3e-3 down, 36 minutes in
+all: held-out KL(target || draft) 0.41 nats a token. The defaults below are the same numbers of
+steps in one go, which was not tried. """
 import argparse
 import copy
 import math
@@ -29,16 +31,18 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast)
 
 HERE = Path(__file__).parent
-HELD_OUT = ("argparse.py bisect.py calendar.py csv.py dataclasses.py difflib.py fractions.py heapq.py "
-            "json/decoder.py queue.py sched.py shelve.py statistics.py textwrap.py unittest/case.py "
+HELD_OUT = ("argparse.py bisect.py calendar.py csv.py dataclasses.py difflib.py fractions.py "
+            "heapq.py json/decoder.py queue.py sched.py shelve.py statistics.py textwrap.py "
+            "unittest/case.py "
             "test/test_deque.py test/test_fractions.py test/test_textwrap.py").split()
-GENERATED = ("encodings", "pydoc_data", "site-packages")  # character tables, help texts, other people's code
+GENERATED = ("encodings", "pydoc_data", "site-packages")  # tables, help, other code
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, CONTEXT = 2048, 512  # tokens
-BATCH, SHORT, LONG_AFTER = 6144, 256, 0.92  # tokens per step; tokens per window, until this share of the steps
+BATCH, SHORT, LONG_AFTER = 6144, 256, 0.92  # tokens a step; a window; until this share of steps
 TARGET = dict(hidden_size=128, num_hidden_layers=24, intermediate_size=352, num_attention_heads=4)
 DRAFT_LAYERS = (0, 1, 23)  # the target's layers that the draft starts from
 
@@ -67,7 +71,8 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT,
+                                   clean_up_tokenization_spaces=False)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
@@ -77,8 +82,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def windows(tokens: torch.Tensor, steps: int, generator: torch.Generator):
-    """Yield `steps` batches `[B, length + 1]` of `BATCH` tokens: the corpus cut into windows at a new random offset
-    in every epoch, shuffled. Short windows first, because attention to a long context costs a third of a step."""
+    """Yield `steps` batches `[B, length + 1]` of `BATCH` tokens: the corpus cut into windows at a
+    new random offset in every epoch, shuffled. Short windows first, because attention to a long
+    context costs a third of a step."""
     queue: list[int] = []
     for step in range(steps):
         length = SHORT if step < LONG_AFTER * steps else CONTEXT
@@ -86,27 +92,34 @@ def windows(tokens: torch.Tensor, steps: int, generator: torch.Generator):
             offset = int(torch.randint(CONTEXT, (1,), generator=generator))
             starts = torch.arange(offset, len(tokens) - CONTEXT - 1, length)
             queue = starts[torch.randperm(len(starts), generator=generator)].tolist() + queue
-        yield torch.stack([tokens[start:start + length + 1] for start in (queue.pop() for _ in range(BATCH // length))])
+        starts = [queue.pop() for _ in range(BATCH // length)]
+        yield torch.stack([tokens[start:start + length + 1] for start in starts])
 
 
 def optimisers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embedding and norms; one learning rate fits both."""
+    """Muon for the matrices inside the layers, AdamW for embedding and norms; one learning rate
+    fits both."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in inside]
-    return [torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    return [torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1,
+                             adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def train(model: LlamaForCausalLM, loss_of, tokens: torch.Tensor, held_out: torch.Tensor, steps: int,
-          learning_rate: float, folder: Path) -> None:
-    """Minimise `loss_of(batch)` (nats a token) over `steps` steps, warm-up then cosine to zero. Saves the weights in
-    bfloat16 to `folder` at every tenth of the way, with a word on the held-out loss."""
+def train(model: LlamaForCausalLM, loss_of, tokens: torch.Tensor, held_out: torch.Tensor,
+          steps: int, learning_rate: float, folder: Path) -> None:
+    """Minimise `loss_of(batch)` (nats a token) over `steps` steps, warm-up then cosine to zero.
+    Saves the weights in bfloat16 to `folder` at every tenth of the way, with a word on the
+    held-out loss."""
     generator = torch.Generator().manual_seed(0)
     check = list(windows(held_out, 10, generator))[:8]
     stages = optimisers(model, learning_rate)
-    stages += [torch.optim.lr_scheduler.LambdaLR(stage, lambda step: min(1, (step + 1) / 100) * 0.5 * (
-        1 + math.cos(math.pi * step / steps))) for stage in stages]
+
+    def schedule(step: int) -> float:
+        return min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    stages += [torch.optim.lr_scheduler.LambdaLR(stage, schedule) for stage in stages]
     started, average = time.time(), None
     bar = tqdm(windows(tokens, steps, generator), total=steps, mininterval=5)
     for step, batch in enumerate(bar, start=1):
@@ -121,11 +134,13 @@ def train(model: LlamaForCausalLM, loss_of, tokens: torch.Tensor, held_out: torc
         if step % max(1, steps // 10) == 0 or step == steps:
             with torch.no_grad():
                 score = sum(loss_of(batch).item() for batch in check) / len(check)
-            tqdm.write(f"step {step}: held-out loss {score:.3f} nats a token, {(time.time() - started) / 60:.0f} min")
+            minutes = (time.time() - started) / 60
+            tqdm.write(f"step {step}: held-out loss {score:.3f} nats a token, {minutes:.0f} min")
             copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
 
 
-def train_target(tokens: torch.Tensor, held_out: torch.Tensor, tokenizer, device: torch.device, steps: int) -> None:
+def train_target(tokens: torch.Tensor, held_out: torch.Tensor, tokenizer, device: torch.device,
+                 steps: int) -> None:
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, **TARGET)).to(device)
@@ -139,9 +154,12 @@ def train_target(tokens: torch.Tensor, held_out: torch.Tensor, tokenizer, device
     train(model, next_token_loss, tokens, held_out, steps, 5e-3, HERE / "target")
 
 
-def train_draft(tokens: torch.Tensor, held_out: torch.Tensor, device: torch.device, steps: int) -> None:
-    """Distil: start from some of the target's own layers, then minimise KL(target || draft) on the corpus."""
-    target = AutoModelForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32).to(device).eval()
+def train_draft(tokens: torch.Tensor, held_out: torch.Tensor, device: torch.device,
+                steps: int) -> None:
+    """Distil: start from some of the target's own layers, then minimise KL(target || draft) on the
+    corpus."""
+    target = AutoModelForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32)
+    target = target.to(device).eval()
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = len(DRAFT_LAYERS)
     draft = LlamaForCausalLM(config).to(device)
@@ -159,21 +177,24 @@ def train_draft(tokens: torch.Tensor, held_out: torch.Tensor, device: torch.devi
             with torch.no_grad():
                 teacher = target(input_ids=tokens, use_cache=False).logits
             student = draft(input_ids=tokens, use_cache=False).logits
-        return F.kl_div(student.flatten(0, 1).float().log_softmax(-1), teacher.flatten(0, 1).float().log_softmax(-1),
-                        log_target=True, reduction="batchmean")
+        student, teacher = (logits.flatten(0, 1).float().log_softmax(-1)
+                            for logits in (student, teacher))
+        return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
     train(draft, distillation_loss, tokens, held_out, steps, 3e-3, HERE / "draft")
 
 
 def autocast(device: torch.device):
     """bfloat16 where the hardware multiplies in it, else float32."""
-    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = (device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+            or torch.cpu._is_amx_tile_supported())
     return torch.autocast(device.type, torch.bfloat16, enabled=fast)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded pair.")
-    parser.add_argument("--target-steps", type=int, default=1400, help="0 keeps the target and trains only the draft")
+    parser.add_argument("--target-steps", type=int, default=1400,
+                        help="0 keeps the target and trains only the draft")
     parser.add_argument("--draft-steps", type=int, default=870)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,0 +1,109 @@
+"""The assignment: the program with the bodies of the exercises' functions taken out.
+
+    python -m course.handout FOLDER                 all exercises (SHEET.md)
+    python -m course.handout FOLDER --only 4        one (or more), the rest is whole
+    python -m course.handout FOLDER --solutions     all of it, with the proofs: for afterwards
+
+A function keeps its signature and its docstring; its body becomes `raise NotImplementedError`. It
+is found by its name: the program carries no marks of this. What would show a solution is not handed
+out: the proofs plant mistakes in lines that they quote, and this folder's tests hold solutions.
+"""
+import argparse
+import ast
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+GIVEN = ("LICENSE", "README.md", "requirements.txt", "sampling.py", "cache.py", "target_worker.py",
+         "draft_worker.py", "saguaro.py", "bench.py", "figures", "tiny", "runtime/*.py",
+         "course/explain.py")
+AFTERWARDS = ("test_equivalence.py", "runtime/test_*.py")  # quote solutions
+RENAMED = {"course/SHEET.md": "SHEET.md", "course/grading.py": "test_exercises.py"}
+
+
+class Exercise(NamedTuple):
+    title: str
+    points: int
+    functions: tuple[str, ...]  # module.function or module.Class.function
+
+
+EXERCISES = {
+    1: Exercise("accept and residual", 10,
+                ("sampling.acceptance_probability", "sampling.residual")),
+    2: Exercise("lossless verification of a batch", 15, ("sampling.verify",)),
+    3: Exercise("Definition 14, Saguaro sampling", 10,
+                ("sampling.saguaro_distribution", "draft_worker.DraftWorker.draw")),
+    4: Exercise("Theorem 12", 15, ("cache.acceptance_distribution", "cache.geometric_fan_out")),
+    5: Exercise("Definitions 4 and 10", 10, ("cache.likely_outcomes", "cache.matches",
+                                             "cache.SpeculationCache.look_up")),
+    6: Exercise("Theorem 7, Corollary 16, Theorem 17", 15,
+                ("cache.expected_tokens", "cache.throughput", "cache.critical_batch_size")),
+    7: Exercise("tree attention", 15,
+                ("draft_worker.tree_layout", "draft_worker.DraftWorker.tree_pass")),
+    8: Exercise("Algorithm 1", 10, ("draft_worker.DraftWorker.speculate",
+                                    "draft_worker.DraftWorker.pre_speculate", "saguaro.serve"))}
+
+
+def replaced(source: str, name: str, body: str) -> str:
+    """The source of a module with another body for the function `name` (or `Class.function`), below
+    its docstring."""
+    node, lines = ast.parse(source), source.splitlines()
+    for part in name.split("."):
+        node = next(child for child in node.body if getattr(child, "name", None) == part)
+    documented = ast.get_docstring(node) is not None
+    start = node.body[0].end_lineno if documented else node.body[0].lineno - 1
+    indent = " " * node.body[0].col_offset
+    new = [indent + line if line else "" for line in body.strip("\n").splitlines()]
+    return "\n".join(lines[:start] + new + lines[node.end_lineno:]) + "\n"
+
+
+def unsolved(source: str, module: str, numbers: list[int]) -> str:
+    for number in numbers:
+        for function in EXERCISES[number].functions:
+            home, name = function.split(".", 1)
+            if home == module:
+                body = f'raise NotImplementedError("exercise {number}: {EXERCISES[number].title}")'
+                source = replaced(source, name, body)
+    return source
+
+
+def write(folder: Path, numbers: list[int], afterwards: bool = False) -> None:
+    """A copy of the program in `folder`, without the bodies of the exercises `numbers`."""
+    chosen = [file for pattern in GIVEN for found in sorted(ROOT.glob(pattern))
+              for file in (sorted(found.rglob("*")) if found.is_dir() else [found])]
+    quoting = [file for pattern in AFTERWARDS for file in ROOT.glob(pattern)]
+    files = {file: file.relative_to(ROOT) for file in chosen + quoting if file.is_file()
+             and "__pycache__" not in file.parts and (afterwards or file not in quoting)}
+    for file, place in (files | {ROOT / old: Path(new) for old, new in RENAMED.items()}).items():
+        copy = folder / place
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+        if len(place.parts) == 1 and file.suffix == ".py":
+            copy.write_text(unsolved(file.read_text("utf-8"), file.stem, numbers), "utf-8")
+    marks = "".join(f"    exercise{number}: {exercise.title}, {exercise.points} points\n"
+                    for number, exercise in EXERCISES.items())
+    slow = "    slow: more than a student waits for in an edit loop\n"
+    (folder / ".pytest.ini").write_text(
+        f"[pytest]\npythonpath = .\naddopts = --tb=short\nmarkers =\n{slow}{marks}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the assignment as a folder to hand out.")
+    parser.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", type=int, nargs="+", choices=EXERCISES, metavar="N",
+                       help="take out these exercises only (default: all)")
+    which.add_argument("--solutions", action="store_true",
+                       help="take out nothing, and add the proofs: to hand out afterwards")
+    s = parser.parse_args()
+    if s.folder.exists() and (not s.folder.is_dir() or any(s.folder.iterdir())):
+        parser.exit(2, f"handout.py: error: {s.folder} is there: name a new or an empty folder\n")
+    numbers = [] if s.solutions else s.only or list(EXERCISES)
+    write(s.folder, numbers, s.solutions)
+    print(f"{s.folder}: {len(numbers)} exercises, "
+          f"{sum(EXERCISES[number].points for number in numbers)} points; read SHEET.md there")
+
+
+if __name__ == "__main__":
+    main()

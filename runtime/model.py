@@ -1,0 +1,280 @@
+"""One Hugging Face causal language model behind one forward pass with KV slots and tree attention.
+
+Batched speculation is awkward for one reason: rows accept different numbers of tokens, and a
+branch of a speculation tree must see its own ancestors only. Both vanish if keys and values live
+in numbered *slots* and the caller says, token by token,
+
+    positions   where the token stands in the text (for the position embedding),
+    slots       where its keys and values are written,
+    mask        which slots it may see.
+
+A verified token lives in the slot whose number is its position. Then
+- a causal pass is slots = positions, visible = (slot <= position);
+- rejecting tokens is lowering a length: stale slots are overwritten before anything can see them;
+- rows of different length need no padding on the left: what lies above a row's length is masked;
+- a tree grows in scratch slots above the trunk, each branch seeing the trunk up to its own fork,
+  and its ancestors. With 3 tokens of text, K = 2, and one guess for each of 0, 1, 2 accepted:
+
+    slot        0  1  2  | 3   4  | 5  6  7  | 8   9   10
+    holds       x  y  t* | s1  s2 | a  b  c  | a1  b1  c1     a guesses "0 accepted", b "1", c "2"
+    position    0  1  2  | 3   4  | 3  4  5  | 4   5   6
+    b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
+
+Hugging Face models take this unmodified: any object with a fitting `update` passes for
+`past_key_values`, and a 4-D `attention_mask` is used as it is.
+"""
+import math
+import time
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from runtime.settings import UserError
+
+PROBE = 32  # tokens of the text with which a model is tried
+PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+
+
+class Stopwatch:
+    """Seconds spent in each kind of work: `with watch("verify"): ...`. Waits for the GPU, where
+    there is one."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.sums = device, {}
+        self.spans: list[tuple[str, float, float]] | None = None  # or receives (name, start, end)
+
+    @contextmanager
+    def __call__(self, name: str):
+        started = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        ended = time.perf_counter()
+        seconds, count = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (seconds + ended - started, count + 1)
+        if self.spans is not None:
+            self.spans.append((name, started, ended))
+
+    def read(self) -> dict[str, tuple[float, int]]:
+        """(seconds, count) of every kind of work since the last reading."""
+        sums, self.sums = self.sums, {}
+        return sums
+
+
+class KVSlots:
+    """The keys and values of all layers: two buffers `[B, heads, slots, head size]` each, made at
+    the first write."""
+
+    def __init__(self, rows: int, slots: int):
+        self.rows, self.slots, self.layers = rows, slots, {}
+        self.uses, self.recordings = Counter(), {}  # see cuda_graphs.py: they die with the buffers
+
+    def aim(self, slots: torch.Tensor, used: int) -> None:
+        """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1."""
+        self.target, self.used = slots, used
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
+               **__) -> list[torch.Tensor]:
+        """Called by every attention layer: store `[B, heads, n, head size]`, return all to be
+        seen."""
+        if layer not in self.layers:
+            self.layers[layer] = [new.new_zeros(*new.shape[:2], self.slots, new.shape[-1])
+                                  for new in (keys, values)]
+        for buffer, new in zip(self.layers[layer], (keys, values)):
+            slots = self.target.to(new.device)
+            if len(slots) == 1:  # the same as below, in half the time
+                buffer.index_copy_(2, slots[0], new)
+            else:
+                buffer.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+        return [buffer[:, :, :self.used] for buffer in self.layers[layer]]
+
+    def get_seq_length(self, *_) -> int:
+        return 0  # read by some models to number the positions, which we always give
+
+
+class CausalLM:
+    """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a
+    row, `V` vocabulary."""
+
+    def __init__(self, network: PreTrainedModel, vocab_size: int | None = None):
+        """`vocab_size`: the V of the logits, by default the network's own; a draft is given its
+        target's. Embeddings are often padded differently within a family: what the draft has
+        beyond V is never proposed; what it lacks has q = 0, and is read as the last token that it
+        knows."""
+        self.network = network.eval()
+        self.context = context_length(network.config)
+        self.vocab_size = vocab_size or network.config.get_text_config().vocab_size
+        self.last_token = network.get_input_embeddings().num_embeddings - 1
+        self.device, self.dtype = network.get_input_embeddings().weight.device, network.dtype
+        self.kv, self.run = KVSlots(0, 0), self.eager  # `cuda_graphs.record_passes` replaces run
+        self.check_slots()
+
+    def allocate(self, rows: int, slots: int, longest: int) -> None:
+        """Start a new batch of texts of up to `longest` tokens, with so many slots a row. The
+        buffers of the last batch serve again if they suffice. Raises `UserError` for too long
+        texts."""
+        limit = text_limit(self.network.config)
+        if longest > limit:
+            raise UserError(
+                f"this {self.network.config.model_type} model treats texts of more than {limit} "
+                f"tokens in a way that KV slots cannot express, and this run may need {longest}: "
+                "shorten the prompt or --max-new-tokens")
+        if self.kv.rows != rows or self.kv.slots < slots:
+            self.kv = KVSlots(rows, slots)
+        self.last_position = min(longest, self.context) - 1
+
+    @torch.inference_mode()
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+                visible: torch.Tensor, logits: bool = True) -> torch.Tensor | None:
+        """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
+        where `visible` `[B, n, slots in use]` is True. `logits=False` only fills the KV. Positions
+        beyond the longest text are clamped to its end: such tokens are computed only to keep shapes
+        static, and never used."""
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        inputs = (tokens.clamp(max=self.last_token), positions.clamp(max=self.last_position), slots,
+                  mask.masked_fill_(~visible, -torch.inf))
+        if not logits:
+            return self.eager(*inputs, keep=1)
+        return fit_vocabulary(self.run(*inputs), self.vocab_size)
+
+    def eager(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+              mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
+        """The pass, kernel by kernel: logits of the last `keep` tokens, or, if 0, of all."""
+        self.kv.aim(slots, mask.shape[-1])
+        return self.network(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
+                            past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
+
+    def causal(self, tokens: torch.Tensor, start: torch.Tensor,
+               logits: bool = True) -> torch.Tensor | None:
+        """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host
+        memory)."""
+        count = tokens.shape[1]
+        positions = start[:, None] + torch.arange(count)
+        positions = positions.to(self.device, non_blocking=True)  # else the host waits for the GPU
+        visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
+        return self.forward(tokens, positions, positions, visible, logits)
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Fill the KV with all but the last token of every prompt: that one opens round 0."""
+        longest = max(map(len, prompts)) - 1
+        padded = [prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts]
+        tokens = torch.tensor(padded, device=self.device)
+        for start in range(0, longest, PREFILL_CHUNK):
+            self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
+                        logits=False)
+
+    def check_slots(self) -> None:
+        """Refuse a model that computes something else through slots than plainly: a pass over
+        stale slots and a branch in scratch slots must give the logits of an ordinary forward. What
+        rounding explains is read off transformers' own decoding, token by token."""
+        config = self.network.config
+        n = int(min(PROBE, self.context, text_limit(config)))
+        tokens = (7 * torch.arange(n, device=self.device)[None] + 1) % (self.last_token + 1)
+        self.allocate(1, 2 * n, n)
+        try:
+            with torch.inference_mode():
+                plain = self.network(tokens, use_cache=False).logits[:, -3:]
+                past = self.network(tokens[:, :-3], use_cache=True).past_key_values
+                stepwise = [self.network(token[None, None], past_key_values=past).logits
+                            for token in tokens[0, -3:]]
+            logits = self.through_slots(tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as problem:
+            raise UserError(f"{config.model_type} models cannot run with KV slots and tree "
+                            f"attention ({type(problem).__name__}: {problem})") from problem
+        rounding = distance(torch.cat(stepwise, 1), plain)
+        if differ(logits, fit_vocabulary(plain, self.vocab_size), rounding):
+            raise UserError(f"{config.model_type} models give other logits with KV slots and tree "
+                            "attention, so their text would be wrong")
+
+    def through_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
+        rejected tokens behind, two more out of order in scratch slots."""
+        n, scratch = tokens.shape[1], (tokens.shape[1] + 2, tokens.shape[1])
+        self.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
+        logits = [self.causal(tokens[:, -3:-2], torch.tensor([n - 3]))]
+        for step, slot in enumerate(scratch):
+            seen = [other < n - 2 or other in scratch[:step + 1] for other in range(n + 3)]
+            position, slot, seen = (torch.tensor([[part]], device=self.device)
+                                    for part in (n - 2 + step, slot, seen))
+            logits.append(self.forward(tokens[:, position[0, 0], None], position, slot, seen))
+        return torch.cat(logits, 1)
+
+    @property
+    def eos_tokens(self) -> list[int]:
+        """Every end-of-sequence id of the generation config."""
+        eos = self.network.generation_config.eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
+         max_memory: dict[int, int] | None = None) -> PreTrainedModel:
+    """Load a checkpoint (Hub id or folder). `device` may also be a placement of accelerate's, such
+    as "sequential", over the GPUs of `max_memory` (bytes by GPU)."""
+    logging.disable_progress_bar()
+    try:
+        network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype,
+                                                       device_map=device, max_memory=max_memory)
+    except Exception as problem:  # a corrupt file raises what its reader pleases
+        if isinstance(problem, torch.OutOfMemoryError):
+            raise
+        raise UserError(f"cannot load {path}: {str(problem).splitlines()[0]}") from problem
+    if any(parameter.is_meta for parameter in network.parameters()):
+        raise UserError(f"{path} does not fit into the free memory of {len(max_memory)} GPUs")
+    return network
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """The most tokens a text may have under this model, prompt included. Refuses what is no decoder
+    with a context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if config.is_encoder_decoder or context is None:
+        raise UserError(f"{config.model_type} models cannot be decoded here: what is needed is a "
+                        "causal language model with attention over its whole context "
+                        "(max_position_embeddings)")
+    return context
+
+
+def text_limit(config: PretrainedConfig) -> float:
+    """The longest text up to which every layer attends to everything and no position embedding
+    depends on the length of the text: beyond it (windows, chunks, stretched rotary embeddings)
+    masks over slots do not tell the whole story."""
+    config = config.get_text_config()
+    limits = []
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if "chunked_attention" in layers:
+        limits.append(config.attention_chunk_size)
+    if "sliding_attention" in layers and getattr(config, "use_sliding_window", True):
+        limits.append(getattr(config, "sliding_window", None))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        name = "original_max_position_embeddings"
+        limits.append(rope.get(name) or getattr(config, name, config.max_position_embeddings))
+    return min(filter(None, limits), default=math.inf)
+
+
+def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The root mean square of their difference, where `expected` is finite (`fit_vocabulary`)."""
+    known = expected.isfinite()
+    return float((logits - expected)[known].float().square().mean().sqrt())
+
+
+def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> bool:
+    """Are they further apart than 8 times the given rounding, or a last digit? (Seen in 15
+    families of random models, in four types: those that slots do not change up to 1.9 times,
+    others from 15 on.)"""
+    digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
+    last_digit = digit * distance(torch.zeros_like(expected), expected)
+    return not distance(logits, expected) <= 8 * max(rounding, last_digit)  # so that NaN differs
+
+
+def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits `[..., V']` as `[..., vocab_size]`: cut, or filled up with -inf."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
