@@ -78,20 +78,14 @@ import transformers
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from cache import (critical_batch_size, expected_tokens, fit_power_law, speedup_over_sd_bounds,
-                   throughput)
+from cache import expected_tokens, speedup_over_sd_bounds, throughput
+from figures import draw
 from runtime.command import Run, Stats, run
-from runtime.model import CausalLM, fit_vocabulary, load
-from sampling import Warping, residual, saguaro_distribution
 from saguaro import Decoder
 
 WARM_UP, LEAST = 8, 3  # tokens; turns
 SLOWER = {0: 3.0, 2: 1.0}  # after so many turns, who is so many times slower than the best is out
 LOOKUP_TOKENS, OWN = 10, 0  # as in transformers' examples; K of assisted decoding: its own schedule
-INK = ("#12365c", "#d1662b", "#8aa36b", "#a9a9a9")  # from dark to light: different in grey too
-STYLES = [{"color": colour, "marker": marker, "linestyle": dashes, "markersize": 4.5}
-          for colour, marker, dashes in zip(INK, "os^D", ("-", "--", ":", "-."))]
-THIN = {"marker": "", "linewidth": 0.8}
 COLUMNS = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss", "T_v in ms", "T_p",
            "T_b", "utilisation", "Theorem 7", "share of it", "E_hit / T_v", "share of that")
 
@@ -131,21 +125,21 @@ def sweeps(s: BenchSettings) -> dict[str, Sweep]:
     return {
         "greedy": comparison(s, 0.0),
         "sampled": comparison(s, warm),
-        "timeline": Sweep("mode", ("sd", "ssd"), {"": {}}, (), draw_timeline, (2, 1)),
+        "timeline": Sweep("mode", ("sd", "ssd"), {"": {}}, (), draw.timeline, (2, 1)),
         "fan-out": Sweep("temperature", (0.0, 0.7, 1.0), {"SSD": plain | {"budget": 32}}, (),
-                         draw_fan_out),
+                         draw.fan_out),
         "shape": Sweep("temperature", heat, {
             "geometric": plain, "uniform": plain | {"fan_out": "uniform"},
             "all accepted only": plain | last, "SD": sd}, ("hit_rate", speed)),
         "downweight": Sweep("downweight", (1.0, 0.7, 0.4, 0.2, 0.1, 0.0), {
             "SSD": plain | {"temperature": warm}}, (("acceptance_rate", "hit_rate"), speed),
-            draw_bars, (2, 2)),
+            draw.bars, (2, 2)),
         "noise": Sweep("temperature", heat[1:], {
             "public noise": {}, "public noise, C = 0.4": {"downweight": 0.4},
             "plain": plain, "plain, C = 0.4": plain | {"downweight": 0.4}}, ("hit_rate", speed)),
         "batch": Sweep("batch_size", sizes, {
             f"{kind} backup": {"backup": kind} for kind in ("neural", "fast", "random")}, (speed,),
-            mark_critical_sizes, (1, 1)),
+            draw.critical_sizes, (1, 1)),
         "frontier": Sweep("batch_size", sizes, {
             "AR": {"mode": "ar"}, "SD": sd, "SSD": {"backup": ("neural", "fast")}},
             ((speed, "tokens/s of one row"),), None, (1, 1)),
@@ -319,10 +313,6 @@ def print_table(title: str, *lines: list) -> None:
         print("  ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
-def words(key: str) -> str:
-    return key if key.startswith(("T_", "E_")) else key.replace("_", " ").replace("downweight", "C")
-
-
 def against(ours: Competitor, theirs: Competitor | None) -> str | None:
     """Median of the speed ratios by batch; its 95% interval, from medians of resampled batches."""
     if theirs in (ours, None):
@@ -358,150 +348,12 @@ def show(job: Run, name: str) -> list[dict[str, Any]]:
     print_table(f"{name}: {len(job.prompts)} prompts, {job.settings.max_new_tokens} tokens each", [
         "", row.axis, "best with", "tokens/s", "quartiles", "/ AR", "/ SD", "Cor. 9"], *table)
     print_table("T_b of SD is T_SD, the drafting that SSD hides", [
-        "", row.axis, *map(words, COLUMNS)],
+        "", row.axis, *map(draw.words, COLUMNS)],
         *([c.name, c.value, *map(c.figures().get, COLUMNS)] for c in shown))
     if row.panels or row.by_hand:
-        draw(job, name, row, shown)
+        draw.figure(job, name, row, shown)
     return [{"sweep": name, "name": c.name, row.axis: c.value, "with": str(c), "speeds": c.speeds,
              "figures": c.figures()} for c in shown]
-
-
-# ---- figures ----
-
-def draw(job: Run, name: str, row: Sweep, shown: list[Competitor]) -> None:
-    import matplotlib  # here, because only sweeps need it
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-             "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
-             "svg.hashsalt": name}  # a fixed salt: same figures, same file
-    with pyplot.rc_context(style):
-        rows, columns = row.grid
-        drawn, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
-                                      figsize=(max(4.6, 3.5 * columns), 2.9 * rows))
-        for panel, ax in zip(row.panels, axes.flat):
-            draw_lines(ax, row, shown, *(panel if isinstance(panel, tuple) else (panel, None)))
-            axes[0, 0].legend()
-        if row.by_hand:
-            row.by_hand(job, shown, axes.flatten())
-        drawn.savefig(f"{job.settings.figures}/{name}.svg", metadata={"Date": None})
-        pyplot.close(drawn)
-
-
-def draw_lines(ax, row: Sweep, shown: list[Competitor], y: str, x: str | None) -> None:
-    """Every line of a sweep: y over its axis, beside speeds Theorem 7, thin; or y over x."""
-    theory = y == "tokens/s" and not x
-    for name, style in zip(row.lines, STYLES):
-        points = [(c.value, c.figures()) for c in shown if c.name == name]
-        points = [(value, found) for value, found in points if found[y] is not None]
-        across = [found[x] if x else value for value, found in points]
-        ax.plot(across, [found[y] for _, found in points], label=name, **style)
-        if theory:
-            ax.plot(across, [found["Theorem 7"] for _, found in points], **style | THIN)
-        for value, found in points if x else ():
-            ax.annotate(f"{value:g}", (found[x], found[y]), xytext=(4, 4),
-                        textcoords="offset points", fontsize=7)
-    if not x and row.values[-1] > 10:
-        ax.set_xscale("symlog", base=2, linthresh=row.values[1])
-    if not x:
-        ax.set_xticks(row.values, map(str, row.values))
-    if y == "T_p":
-        ax.axhline(1, color="grey", linewidth=1)
-    ax.margins(y=0.12)
-    notes = {"T_p": " (above 1 the verifier waits)", "tokens/s": " (thin: Theorem 7)" * theory}
-    ax.set(xlabel=words(x or row.axis), ylim=(0, None), ylabel=words(y) + notes.get(y, ""))
-
-
-def mark_critical_sizes(job: Run, shown: list[Competitor], axes) -> None:
-    """b* (Thm. 17) of each cheap backup, from what was measured at batch size 1."""
-    neural, *cheap = (c.figures() for c in shown if c.value == 1)
-    parts = [neural[key] or 0.0 for key in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
-    for other, name in zip(cheap, ("fast", "random")):
-        b = critical_batch_size(*parts[:3], other["E_miss"] or 0.0, *parts[3:], other["T_b"] or 0.0)
-        print(f"  neural against {name} backup: b* = {b:.1f} (Thm. 17)")
-        if 1 <= b <= shown[-1].value:
-            axes[0].axvline(b, color="grey", linewidth=1)
-            axes[0].annotate(f" b*, {name}", (b, 0), fontsize=8, va="bottom")
-
-
-def draw_fan_out(job: Run, shown: list[Competitor], axes) -> None:
-    """The power law (Def. 11): how often F guesses miss the bonus token, and the fitted r."""
-    ticks, rates = (1, 2, 4, 8, 16, 32), (0.01, 0.03, 0.1, 0.3, 1)
-    for ax, source, title in zip(axes, ("primary", "neural"), ("primary", "neural backup")):
-        for c, style in zip(shown, STYLES):
-            ranks, = (estimates[source].ranks.double() for _, estimates in c.seen if estimates)
-            miss, F = 1 - ranks.cumsum(0)[:-1] / ranks.sum(), torch.arange(1, len(ranks))
-            some, r = miss > 0, fit_power_law(miss)
-            scale = (miss[some].log() + r * F[some].log()).mean().exp()
-            ax.plot(F[some], miss[some], **style | {"linestyle": ""}, label=f"temperature "
-                    f"{c.value:g}: r = {r:.2f} ({int(ranks.sum())} tokens)")
-            ax.plot(F, scale * F ** -r, **style | THIN)
-        ax.set(xscale="log", yscale="log", ylim=(0.005, 1), title=f"after the {title}",
-               xlabel="fan-out F", ylabel="share of bonus tokens not guessed")
-        ax.set_xticks(ticks, map(str, ticks))
-        ax.set_yticks(rates, map(str, rates))
-        ax.minorticks_off()
-        ax.legend()
-
-
-def draw_bars(job: Run, shown: list[Competitor], axes) -> None:
-    """p, q and residual before and after C, where in the first prompt C moves most of it."""
-    s, C = shown[0].settings, 0.2
-    tokens, F = torch.tensor(job.prompts[:1]), math.ceil(s.budget / (s.lookahead + 1))
-    with torch.inference_mode():
-        logits = [model.network(tokens.to(model.device)).logits[0].cpu() for model in
-                  (job.target, job.draft)]
-    p, q = (Warping(s.temperature, s.top_k, s.top_p).probabilities(
-        fit_vocabulary(each, job.vocab_size)) for each in logits)
-    sigma, likeliest = saguaro_distribution(q, F, C), q.topk(max(F, 6)).indices
-    moved = (residual(p, sigma) - residual(p, q)).gather(1, likeliest[:, :F]).sum(1)
-    place, places = moved.argmax(), torch.arange(likeliest.shape[1])
-    labels = [repr(job.tokenizer.decode([token])) for token in likeliest[place].tolist()]
-    for ax, C, q in zip(axes[2:], (1, C), (q, sigma)):
-        for i, (label, bars) in enumerate((("p", p), ("q", q), ("residual", residual(p, q)))):
-            heights = bars[place, likeliest[place]]
-            ax.bar(places + 0.27 * (i - 1), heights, 0.27, label=label, color=INK[i])
-        ax.axvspan(-0.5, F - 0.5, color="0.93", zorder=0)
-        ax.set(title=f"C = {C:g}; grey: cached", ylim=(0, 1), ylabel="probability")
-        ax.set_xticks(places, labels)
-    axes[2].legend()
-
-
-def draw_timeline(job: Run, shown: list[Competitor], axes) -> None:
-    """Fig. 1, measured: who works when, in SD, and in rounds of SSD with about two misses; and all
-    of the last text as a trace, for chrome://tracing or ui.perfetto.dev."""
-    events, rounds, seconds = [], 7, None
-    looks = (("verify", 1, ("verify",), INK[0], ""),
-             ("draft ahead", 0, ("trunk", "step"), "#f2c490", ""),
-             ("draft, the target waits", 0, ("backup",), INK[1], "////"))
-    for c, ax in zip(shown[::-1], axes[::-1]):  # SSD first: it sets the scale
-        spans = sorted((span for own, _ in c.seen for span in own), key=lambda span: span[1])
-        verified = [span for span in spans if span[0] == "verify"][1:]  # without round 0
-        missed = [any(work == "backup" and end <= start < begin for work, start, _ in spans)
-                  for (*_, end), (_, begin, _) in itertools.pairwise(verified)]
-        windows = range(max(1, len(missed) - rounds))
-        first = min(windows, key=lambda i: abs(sum(missed[i:i + rounds]) - 2))
-        begin = verified[first][1]
-        seconds = seconds or verified[min(first + rounds, len(missed))][1] - begin
-        for label, lane, works, colour, hatch in looks:
-            bars = [(1000 * (start - begin), 1000 * (end - start)) for work, start, end in spans
-                    if work in works and begin <= start < begin + seconds]
-            ax.broken_barh(bars, (lane - 0.3, 0.6), label=label, facecolor=colour, hatch=hatch,
-                           edgecolor="white", linewidth=0.4)
-            events += [{"name": f"{c.value}: {work}", "ph": "X", "pid": int(c.value == "ssd"),
-                        "tid": lane, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-                       for work, start, end in spans if work in works]
-        for (*_, arrives), miss in zip(verified, missed):
-            if begin < arrives < begin + seconds and c.value == "ssd":
-                ax.annotate("miss" if miss else "hit", (1000 * (arrives - begin), 1.36),
-                            ha="center", weight="bold" if miss else None)
-        ax.set(yticks=[0, 1], yticklabels=["draft", "target"], ylim=(-0.4, 1.6),
-               xlim=(0, 1000 * seconds), ylabel=c.value.upper())
-    axes[1].set(xlabel="time in ms")
-    axes[0].legend(*axes[1].get_legend_handles_labels(), ncols=3, loc="lower center",
-                   bbox_to_anchor=(0.5, 1))
-    axes[0].figure.set_size_inches(8, 3.3)
-    write_json("--figures", f"{job.settings.figures}/timeline.json", {"traceEvents": events})
 
 
 # ---- at the paper's scale, without measuring ----
@@ -543,8 +395,7 @@ def work(s: BenchSettings) -> None:
     job.join_and_load()
     job.leads, job.drafts = job.ranks.rank == 0, job.draft
     if job.leads:  # for SD
-        network = load(s.draft, job.draft_config, job.dtype, job.ranks.device)
-        job.draft = job.speed_up(CausalLM(network, job.vocab_size))
+        job.draft = job.load_draft()
     transformers.logging.set_verbosity_error()
     names = SWEEPS if "all" in s.sweep else s.sweep or ("greedy", "sampled")
     results = [result for name in names for result in show(job, name)]

@@ -51,7 +51,8 @@ def decode(target: TargetWorker, speculator, texts: Texts) -> None:
         target.advance(outcome)
         speculation = speculator.speculate(outcome)
         if texts.ended:
-            return texts.finish(target.watch.read(), speculator.report())
+            report = speculator.report()
+            return texts.stats.add(target.watch.read() | report["times"], report["learnt"])
         outcome = target.verify(speculation)
 
 
@@ -212,16 +213,19 @@ def generate(s: Settings) -> None:
     """All prompts, decoded and shown."""
     job = Run(s, read_prompts(s))
     job.join_and_load()
-    decoder, outputs = Decoder(s, job.context, job.target, job.draft, job.ranks), []
+    decoder = Decoder(s, job.context, job.target, job.draft, job.ranks)
     display = Display(job) if job.ranks.rank == 0 else None
     decoding.set()
     for start in range(0, len(job.prompts), s.batch_size):
         batch = job.prompts[start:start + s.batch_size]
-        outputs += decoder(batch, display.show) if display else decoder(batch)
+        if display:
+            display.end_batch(decoder(batch, display.show), decoder.eos)
+        else:
+            decoder(batch)
         if interrupted.is_set():
             break
     if display:
-        display.finish(outputs, decoder.eos, decoder.stats.summary())
+        display.finish(decoder.stats.summary())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import huggingface_hub
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, TextStreamer
+from transformers import AutoConfig, AutoTokenizer
 
 from cache import PRIMARY, Outcome, Speculation, throughput
 from runtime.cuda_graphs import record_passes
@@ -126,14 +126,15 @@ class Run:
             check_shardable(self.target_config, self.ranks.shards)
 
     def join_and_load(self) -> None:
-        s, ranks = self.settings, self.ranks
+        ranks = self.ranks
         if ranks.world > 1:
             ranks.join()
         self.target = self.load_target() if ranks.holds_target else None
-        self.draft = None
-        if ranks.drafts:
-            network = load(s.draft, self.draft_config, self.dtype, ranks.device)
-            self.draft = self.speed_up(CausalLM(network, self.vocab_size))
+        self.draft = self.load_draft() if ranks.drafts else None
+
+    def load_draft(self) -> CausalLM:
+        network = load(self.settings.draft, self.draft_config, self.dtype, self.ranks.device)
+        return self.speed_up(CausalLM(network, self.vocab_size))
 
     def load_target(self) -> CausalLM:
         """Shared by several ranks; filling one GPU after the other; or on one device."""
@@ -236,7 +237,7 @@ class Texts:
         self.rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
         self.longest = max(len(prompt) + room for prompt, room in zip(prompts, self.rooms))
         self.new, self.going_on = [[] for _ in prompts], torch.ones(len(prompts), dtype=torch.bool)
-        self.started, self.decoding_since = time.perf_counter(), None
+        self.since, self.prefilling = time.perf_counter(), True
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Keep what a round gave; returns its outcome, with k = -1 for the rows that have ended."""
@@ -254,23 +255,19 @@ class Texts:
             self.going_on[row] = not ended and not interrupted.is_set()
         stats, now = self.stats, time.perf_counter()
         stats.tokens += sum(kept)
-        if self.decoding_since is None:  # round 0 is prefill
+        if self.prefilling:
             stats.prefill_tokens += len(kept)
-            stats.prefill_seconds += now - self.started
-            self.decoding_since = now
+            stats.prefill_seconds += now - self.since
         else:
+            stats.seconds += now - self.since
             stats.count(speculation.tokens.shape[1], [accepted[row] for row in rows], kept,
                         [source[row] == PRIMARY for row in rows])
+        self.since, self.prefilling = now, False
         return Outcome(outcome.num_accepted.where(self.going_on, -1), outcome.bonus)
 
     @property
     def ended(self) -> bool:
         return not self.going_on.any()
-
-    def finish(self, target_times: dict, report: dict[str, Any]) -> None:
-        """All rows have ended; what the workers measured and learnt."""
-        self.stats.seconds += time.perf_counter() - self.decoding_since
-        self.stats.add(target_times | report["times"], report["learnt"])
 
 
 # ---- the screen ----
@@ -294,11 +291,6 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-class Streamer(TextStreamer):
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(visible(text), end="\n" if stream_end else "", flush=True)
-
-
 def predicted_speedups(s: Settings, summary: dict[str, Any]) -> tuple[float, float] | None:
     """What this decoding is worth with the parts that were measured: over autoregressive decoding,
     and over speculative decoding with the same pair (Thm. 7; in batches Cor. 16), whose T_SD is
@@ -312,41 +304,60 @@ def predicted_speedups(s: Settings, summary: dict[str, Any]) -> tuple[float, flo
 
 
 class Display:
-    """Rank 0's screen: one prompt is streamed as it is verified; of several, a progress bar, then
-    the texts."""
+    """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of several,
+    a progress bar, and each text when its batch is done."""
+    PROMPT, CACHE, BACKUP, UNDERLINED, PLAIN = (f"\x1b[{code}m" for code in (2, 32, 33, 4, 0))
 
     def __init__(self, run: Run):
         self.run, self.tokenizer, self.one = run, run.tokenizer, len(run.texts) == 1
+        self.colours = self.one and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.rows, self.tokens, self.shown = [], [], ""
         self.bar = tqdm(total=len(run.texts) * run.settings.max_new_tokens, unit="token",
                         disable=self.one)
-        self.streamer = Streamer(self.tokenizer, skip_special_tokens=True)
         if self.one:
-            print(visible(run.texts[0]), end="", flush=True)
+            self.write(run.texts[0], self.PROMPT)
+
+    def write(self, text: str, style: str) -> None:
+        text = visible(text)
+        print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new: list[int], source: int) -> None:
-        """New tokens, just verified."""
+        """New tokens, just verified; the last is the bonus token."""
         self.bar.update(len(new))
         if self.one:
-            self.streamer.put(torch.tensor(new))
+            colour = self.CACHE if source == PRIMARY else self.BACKUP
+            self.stream(new[:-1], colour)
+            self.stream(new[-1:], colour + self.UNDERLINED)
 
-    def finish(self, outputs: list[list[int]], eos: list[int], summary: dict[str, Any]) -> None:
-        """The texts that were not streamed, the figures, and --json."""
-        run, s = self.run, self.run.settings
+    def stream(self, new: list[int], style: str) -> None:
+        """What the tokens add to the text; half a character waits for the other half."""
+        self.tokens += new
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            self.write(text[len(self.shown):], style)
+            self.shown = text
+
+    def end_batch(self, outputs: list[list[int]], eos: list[int]) -> None:
+        """The texts of a batch are complete."""
+        for new in outputs:
+            number = len(self.rows)
+            prompt, text = self.run.texts[number], self.tokenizer.decode(new, skip_special_tokens=True)
+            self.rows.append({
+                "prompt": prompt, "text": text, "tokens": new,
+                "finish_reason": self.finish_reason(self.run.prompts[number], new, eos)})
+            if not self.one:
+                tqdm.write(f"\n----- prompt {number + 1} -----\n{visible(prompt + text)}")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The figures, and --json."""
         self.bar.close()
-        rows = [{"prompt": text, "text": self.tokenizer.decode(new, skip_special_tokens=True),
-                 "tokens": new, "finish_reason": self.finish_reason(prompt, new, eos)}
-                for text, prompt, new in zip(run.texts, run.prompts, outputs)]
-        if self.one:
-            self.streamer.end()
-        else:
-            for number, row in enumerate(rows, start=1):
-                print(f"\n----- prompt {number} -----\n{visible(row['prompt'] + row['text'])}")
-        full = sum(row["finish_reason"] == "context" for row in rows)
+        full = sum(row["finish_reason"] == "context" for row in self.rows)
         if full:
-            print(f"\n{full} of {len(rows)} texts ended at the target's context limit")
+            print(f"\n\n{full} of {len(self.rows)} texts ended at the target's context limit", end="")
         self.summarise(summary)
+        s = self.run.settings
         if s.json:
-            result = {"config": asdict(s), "outputs": rows, "stats": summary}
+            result = {"config": asdict(s), "outputs": self.rows, "stats": summary}
             write_json("--json", s.json, result)
 
     def finish_reason(self, prompt: list[int], new: list[int], eos: list[int]) -> str:
@@ -358,7 +369,10 @@ class Display:
 
     def summarise(self, summary: dict[str, Any]) -> None:
         s = self.run.settings
-        print(f"\n{summary['tokens']} tokens with {s.mode}:")
+        print(f"\n\n{summary['tokens']} tokens with {s.mode}:")
+        if self.colours:
+            print(f"  colours              {self.CACHE}from the cache{self.PLAIN}, {self.BACKUP}from a "
+                  f"backup{self.PLAIN}, {self.UNDERLINED}bonus token{self.PLAIN}")
         for name, title, form, meaning in REPORT:
             if summary[name] is not None:
                 print(f"  {title:21}{summary[name]:7{form}}   {meaning}")

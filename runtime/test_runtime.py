@@ -6,6 +6,7 @@ are forked from a process that has done the imports (`in_ranks`); and the few fr
 started as a user starts them, run in the background (`LAUNCHES`).
 """
 import copy
+import errno
 import inspect
 import json
 import os
@@ -98,9 +99,10 @@ def be_launched(lines: list[tuple], folder: Path, gpus: int, free: int) -> list[
     if gpus > GPUS or free:
         stand_in(gpus, free)
     torch.cuda.device_count, torch.set_num_threads = lambda: gpus, lambda count: None
-    every, bench.LEAST = bench.sweeps, 2  # as small as can be
-    bench.sweeps = lambda s: {name: row._replace(values=row.values[:2])
-                              for name, row in every(s).items()}
+    every, bench.LEAST, bench.WARM_UP = bench.sweeps, 2, 1  # as small as can be
+    bench.sweeps = lambda s: {name: row._replace(
+        values=row.values[:2], lines=row.lines if len(row.values) == 1 else dict(
+            list(row.lines.items())[:2])) for name, row in every(s).items()}
     for line, port in lines:
         os.environ["MASTER_PORT"] = str(port)
         file, said, status = folder / f"{port}.json", StringIO(), 0
@@ -263,11 +265,12 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
     assert tokenizer.batch_decode(prompts) == ["<user>Why?<assistant>", "<user>How?<assistant>"]
 
 
-CONFIG = set("""prompt prompts target draft mode max_new_tokens batch_size temperature top_k top_p seed
-             ignore_eos apply_chat_template lookahead budget fan_out acceptance_rate miss_exponent
-             downweight backup no_early_outcome dtype device eager json no_public_noise""".split())
-STATS = set("""tokens seconds tokens_per_second rounds tokens_per_round acceptance_rate hit_rate E_hit
-            E_miss verifier_utilisation T_p T_b prefill_seconds""".split())
+CONFIG = set("""prompt prompts target draft mode max_new_tokens batch_size temperature top_k top_p
+             seed ignore_eos apply_chat_template lookahead budget fan_out acceptance_rate
+             miss_exponent downweight backup no_early_outcome dtype device eager json
+             no_public_noise""".split())
+STATS = set("""tokens seconds tokens_per_second rounds tokens_per_round acceptance_rate hit_rate
+            E_hit E_miss verifier_utilisation T_p T_b prefill_seconds""".split())
 LEARNT = set("""acceptance_rate_primary acceptance_rate_backup miss_exponent bonus_ranks fan_out
              fan_out_after_backup downweight backup critical_batch_size""".split())
 OUTPUT = {"prompt", "text", "tokens", "finish_reason"}
@@ -297,13 +300,20 @@ def test_control_characters_are_shown_and_not_obeyed(pair, monkeypatch, capsys, 
 
 
 def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    (tmp_path / "out").write_text("old")
-    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: os.write(
-        os.open(path, os.O_WRONLY | os.O_CREAT), b"{") and os.write(os.open("/dev/full", 1), b"{"))
-    with pytest.raises(UserError, match="No space left"):
-        settings.write_json("--json", str(tmp_path / "out"), {})
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert (tmp_path / "out").read_text() == "old"
+    def fill_the_disk(path, *_, **__):
+        path.write_bytes(b"{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out, same = tmp_path / "out", tmp_path / "same"
+    out.write_text("old")
+    same.hardlink_to(out)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", fill_the_disk)
+        with pytest.raises(UserError, match="No space left"):
+            settings.write_json("--json", str(out), {})
+    assert sorted(tmp_path.iterdir()) == [out, same] and out.read_text() == "old"
+    settings.write_json("--json", str(out), {})
+    assert same.read_text() == "old", "the file must be another one, not the old one overwritten"
 
 
 def test_another_seed_gives_another_text(pair, monkeypatch, tmp_path):
@@ -681,7 +691,8 @@ UNSHARABLE = {
     "phi3": (dict(pad_token_id=None), "no plan for splitting its linear layers"),
     "mixtral": ({}, "other layers too (experts"),
     "llama": (dict(num_key_value_heads=1), "must divide 1, its num_key_value_heads"),
-    "mistral": (dict(intermediate_size=45, sliding_window=None), "must divide 45, its intermediate"),
+    "mistral": (dict(intermediate_size=45, sliding_window=None),
+                "divide 45, its intermediate_size"),
     "qwen3": (dict(quantization_config=dict(quant_method="fp8")), "quantized")}
 
 
@@ -806,9 +817,9 @@ class OnGPU(torch.Tensor):
         result = operation(*host_arguments, **host_options)
         if device.type == "cpu":
             return result
-        ours = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, cls)}  # in place
-        return tree_map_only(torch.Tensor,
-                             lambda host: ours[id(host)] if id(host) in ours else cls(host, device), result)
+        in_place = {id(tensor.host): tensor for tensor in tensors if isinstance(tensor, cls)}
+        return tree_map_only(torch.Tensor, lambda host: in_place[id(host)] if id(host) in in_place
+                             else cls(host, device), result)
 
     @classmethod
     def watch(cls, operation, arguments, tensors, device, places: set[str]) -> None:
@@ -870,19 +881,23 @@ MACHINES = {  # GPUs, ranks, free bytes of each GPU
     "a target on two GPUs": (3, 2, 2_050_000), "a target that fits nowhere": (3, 2, 500_000)}
 
 
+@pytest.fixture(scope="module")
+def without_gpu(pair, tmp_path_factory) -> tuple[list, list]:
+    """Commands, and their results: greedy with the fast backup, sampled with the neural one."""
+    lines = [[*pair, "--backup", "fast"], [*pair, "--temperature", 0.5, "--downweight", 0.5]]
+    return lines, launch_in_ranks(2, lines, tmp_path_factory.mktemp("here"))[0]
+
+
 @slow
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_text_is_the_same_wherever_the_models_are(machine, pair, tmp_path):
-    """Greedy text with the fast backup, sampled text with the neural one."""
-    gpus, ranks, free = MACHINES[machine]
-    lines = [[*pair, "--backup", "fast"], [*pair, "--temperature", 0.5, "--downweight", 0.5]]
+def test_the_text_is_the_same_wherever_the_models_are(machine, without_gpu, tmp_path):
+    (gpus, ranks, free), (lines, here) = MACHINES[machine], without_gpu
+    there = launch_in_ranks(ranks, lines, tmp_path, gpus, free)[0]
     if "nowhere" in machine:
-        (status, _, said), = launch_in_ranks(2, lines[:1], tmp_path, gpus, free)[0]
+        (status, _, said), = there
         assert status == 2 and "does not fit into the free memory of 2 GPUs" in said
         return
-    here, there = (launch_in_ranks(count, lines, tmp_path, *choice)[0]
-                   for count, choice in ((2, (0, 0)), (ranks, (gpus, free))))
-    for (_, expected, _), (status, written, said) in zip(here, there):
+    for (_, expected, _), (status, written, said) in zip(here, there, strict=True):
         assert status == 0 and "run eagerly" not in said, said
         assert written["outputs"] == expected["outputs"]
         assert 0 < written["stats"]["hit_rate"] == expected["stats"]["hit_rate"] < 1
@@ -931,9 +946,10 @@ def test_the_host_waits_for_the_gpu_once_a_verification():
 def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts, out = tmp_path / "prompts", tmp_path / "out.json"
     prompts.write_text('{"text": "def f(x):"}\n{"text": "class A:"}')
-    chosen = ["bench.py", *pair[:6], "--quick", "--max-new-tokens", 22, "--prompts", prompts]
-    compared, drawn = launch_in_ranks(2, [[*chosen, "--out", out], [
-        *chosen, "--budget", 6, "--sweep", "all", "--figures", tmp_path]], tmp_path)[0]
+    chosen = ["bench.py", *pair[:6], "--quick", "--prompts", prompts, "--lookahead", 2,
+              "--budget", 4]
+    compared, drawn = launch_in_ranks(2, [
+        [*chosen, "--out", out], [*chosen, "--sweep", "all", "--figures", tmp_path]], tmp_path)[0]
     assert compared[0] == drawn[0] == 0, compared[2] + drawn[2]
     names = {"AR", "SD", "SSD", "generate", "assisted"}
     assert names < {result["name"] for result in json.loads(out.read_text("utf-8"))["results"]}
