@@ -100,9 +100,9 @@ class DraftWorker:
         self.advance(outcome)
         tokens, q, hit = self.cache.look_up(outcome)
         if not hit.all():
+            keep = hit.to(tokens.device)[:, None]  # before the passes: it would wait for them
             with self.watch("backup"):
                 tokens_now, q_now = getattr(self, f"{self.kind}_backup")()
-            keep = hit.to(tokens.device)[:, None]
             tokens, q = tokens.where(keep, tokens_now), q.where(keep[..., None], q_now)
         self.judged, self.cache = self.verifying.source, self.nothing
         self.verifying = Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))

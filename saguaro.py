@@ -30,7 +30,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from cache import BACKUP, Estimate, Outcome, Speculation
+from cache import Estimate, Outcome, Speculation
 from draft_worker import DraftWorker
 from runtime.command import Display, Ranks, Run, Stats, Texts, run
 from runtime.model import CausalLM

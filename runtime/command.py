@@ -118,6 +118,8 @@ class Run:
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
                 raise UserError(f"--target {s.target} and --draft {s.draft} have different "
                                 "vocabularies; a draft must propose the target's tokens")
+        if s.lookahead >= self.context:
+            raise UserError(f"--lookahead {s.lookahead}: the target's context is {self.context}")
         most = (s.lookahead + 1) * (self.vocab_size - 1)
         if s.budget > most:
             raise UserError(f"--budget {s.budget}: {most} outcomes are all there are with K = "
@@ -329,11 +331,11 @@ class Display:
             self.stream(new[:-1], colour)
             self.stream(new[-1:], colour + self.UNDERLINED)
 
-    def stream(self, new: list[int], style: str) -> None:
+    def stream(self, new: list[int], style: str, last: bool = False) -> None:
         """What the tokens add to the text; half a character waits for the other half."""
         self.tokens += new
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
+        if last or not text.endswith("\ufffd"):
             self.write(text[len(self.shown):], style)
             self.shown = text
 
@@ -351,6 +353,7 @@ class Display:
     def finish(self, summary: dict[str, Any]) -> None:
         """The figures, and --json."""
         self.bar.close()
+        self.stream([], self.PLAIN, last=True)
         full = sum(row["finish_reason"] == "context" for row in self.rows)
         if full:
             print(f"\n\n{full} of {len(self.rows)} texts ended at the target's context limit", end="")

@@ -216,16 +216,19 @@ def begin(kind: type[Settings]) -> Settings:
     """The settings of this run, before anything heavy is imported. torchrun starts all ranks;
     `python saguaro.py` is rank 0, and starts the draft's rank itself."""
     signal.signal(signal.SIGINT, interrupt)
-    launched = "RANK" in os.environ
+    launched = "RANK" in os.environ  # by torchrun, or by another rank
     try:
         settings = parse(kind)
         read_prompts(settings)
     except UserError as problem:
         complain(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if launched:
         threading.Thread(target=follow_the_launcher, args=(os.getppid(),), daemon=True).start()
-    elif settings.mode == "ssd":
+    if alone and settings.mode == "ssd":
         launch_draft()
+    if rank() == 0 and sys.stderr.isatty():
+        print("loading ...", file=sys.stderr, flush=True)
     return settings
 
 
@@ -241,6 +244,7 @@ def launch_draft() -> None:
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
                    "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}

@@ -36,7 +36,7 @@ from transformers.integrations import accelerate
 import bench
 import saguaro
 from runtime import command, cuda_graphs, settings
-from runtime.command import Ranks, Run, Streamer, encode, open_model
+from runtime.command import Display, Ranks, Run, encode, open_model
 from runtime.model import CausalLM
 from runtime.settings import ROOT, TINY, Settings, UserError, begin, parse, read_json_lines
 from runtime.tensor_parallel import load_sharded
@@ -99,10 +99,8 @@ def be_launched(lines: list[tuple], folder: Path, gpus: int, free: int) -> list[
     if gpus > GPUS or free:
         stand_in(gpus, free)
     torch.cuda.device_count, torch.set_num_threads = lambda: gpus, lambda count: None
-    every, bench.LEAST, bench.WARM_UP = bench.sweeps, 2, 1  # as small as can be
-    bench.sweeps = lambda s: {name: row._replace(
-        values=row.values[:2], lines=row.lines if len(row.values) == 1 else dict(
-            list(row.lines.items())[:2])) for name, row in every(s).items()}
+    every, bench.LEAST, bench.WARM_UP = bench.sweeps, 2, 1
+    bench.sweeps = lambda s: {name: reduced(row) for name, row in every(s).items()}
     for line, port in lines:
         os.environ["MASTER_PORT"] = str(port)
         file, said, status = folder / f"{port}.json", StringIO(), 0
@@ -121,6 +119,14 @@ def be_launched(lines: list[tuple], folder: Path, gpus: int, free: int) -> list[
         if status:
             break
     return results
+
+
+def reduced(row: bench.Sweep) -> bench.Sweep:
+    """As small as it can be drawn."""
+    first = {name: {key: value[0] if isinstance(value, tuple) else value
+                    for key, value in changes.items()} for name, changes in row.lines.items()}
+    return row._replace(values=row.values[:2 if row.axis == "mode" else 1],
+                        lines=first if row.panels == () else dict(list(first.items())[:2]))
 
 
 def wait_for(condition, seconds: float = 200) -> None:
@@ -295,8 +301,11 @@ def test_control_characters_are_shown_and_not_obeyed(pair, monkeypatch, capsys, 
     said = capsys.readouterr().out
     assert said.startswith("a\\x1b[2J\\x07\\x9b\\r\tb\n") and not set(said) & set("\x1b\x07\x9b\r")
     assert json.loads((tmp_path / "out").read_text("utf-8"))["outputs"][0]["prompt"] == text
-    Streamer(None).on_finalized_text(text)
-    assert capsys.readouterr().out == "a\\x1b[2J\\x07\\x9b\\r\tb\n"
+    display = object.__new__(Display)  # and in what is streamed
+    display.tokens, display.shown, display.colours = [], "", True
+    display.tokenizer = SimpleNamespace(decode=lambda *_, **__: text)
+    display.stream([1], Display.CACHE)
+    assert capsys.readouterr().out == f"{Display.CACHE}a\\x1b[2J\\x07\\x9b\\r\tb\n{Display.PLAIN}"
 
 
 def test_a_json_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -472,7 +481,8 @@ LAUNCHES = {
 def launched(request, tmp_path_factory):
     """The launches run beside all other tests, two at a time, politely."""
     wanted = any("launched" in inspect.signature(item.function).parameters
-                 for item in request.session.items if item.module is request.module)
+                 for item in request.session.items
+                 if getattr(item, "module", None) is request.module)  # a doctest has none
     with ThreadPoolExecutor(2, initializer=os.nice, initargs=(10,)) as pool:  # of threads, on Linux
         yield {name: pool.submit(launch, tmp_path_factory.mktemp("launch"))
                for name, launch in LAUNCHES.items() if wanted}
