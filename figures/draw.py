@@ -79,8 +79,9 @@ def critical_sizes(job, shown: list, axes) -> None:
 def fan_out(job, shown: list, axes) -> None:
     """The power law (Def. 11): how often F guesses miss the bonus token, and the fitted r."""
     ticks, rates = (1, 2, 4, 8, 16, 32), (0.01, 0.03, 0.1, 0.3, 1)
-    for ax, source, title in zip(axes, ("primary", "neural"), ("primary", "neural backup")):
-        for c, style in zip(shown, STYLES):
+    for ax, name, source, title in zip(axes, ("plain", "plain", "public noise"), (
+            "primary", "neural", "primary"), ("primary", "neural backup", "primary, public noise")):
+        for c, style in zip((c for c in shown if c.name == name), STYLES):
             ranks, = (estimates[source].ranks.double() for _, estimates in c.seen if estimates)
             miss, F = 1 - ranks.cumsum(0)[:-1] / ranks.sum(), torch.arange(1, len(ranks))
             some, r = miss > 0, fit_power_law(miss)
