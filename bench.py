@@ -127,7 +127,8 @@ def sweeps(s: BenchSettings) -> dict[str, Sweep]:
         "sampled": comparison(s, warm),
         "timeline": Sweep("mode", ("sd", "ssd"), {"": {}}, (), draw.timeline, (2, 1)),
         "fan-out": Sweep("temperature", (0.0, 0.7, 1.0), {
-            "plain": plain | {"budget": 32}, "public noise": {"budget": 32}}, (), draw.fan_out, (1, 3)),
+            "plain": plain | {"budget": 32}, "public noise": {"budget": 32}}, (),
+            draw.fan_out, (1, 3)),
         "shape": Sweep("temperature", heat, {
             "geometric": plain, "uniform": plain | {"fan_out": "uniform"},
             "all accepted only": plain | last, "SD": sd}, ("hit_rate", speed)),

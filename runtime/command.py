@@ -306,8 +306,8 @@ def predicted_speedups(s: Settings, summary: dict[str, Any]) -> tuple[float, flo
 
 
 class Display:
-    """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of several,
-    a progress bar, and each text when its batch is done."""
+    """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of
+    several, a progress bar, and each text when its batch is done."""
     PROMPT, CACHE, BACKUP, UNDERLINED, PLAIN = (f"\x1b[{code}m" for code in (2, 32, 33, 4, 0))
 
     def __init__(self, run: Run):
@@ -343,7 +343,8 @@ class Display:
         """The texts of a batch are complete."""
         for new in outputs:
             number = len(self.rows)
-            prompt, text = self.run.texts[number], self.tokenizer.decode(new, skip_special_tokens=True)
+            prompt = self.run.texts[number]
+            text = self.tokenizer.decode(new, skip_special_tokens=True)
             self.rows.append({
                 "prompt": prompt, "text": text, "tokens": new,
                 "finish_reason": self.finish_reason(self.run.prompts[number], new, eos)})
@@ -356,7 +357,8 @@ class Display:
         self.stream([], self.PLAIN, last=True)
         full = sum(row["finish_reason"] == "context" for row in self.rows)
         if full:
-            print(f"\n\n{full} of {len(self.rows)} texts ended at the target's context limit", end="")
+            print(f"\n\n{full} of {len(self.rows)} texts ended at the target's context limit",
+                  end="")
         self.summarise(summary)
         s = self.run.settings
         if s.json:
@@ -374,8 +376,8 @@ class Display:
         s = self.run.settings
         print(f"\n\n{summary['tokens']} tokens with {s.mode}:")
         if self.colours:
-            print(f"  colours              {self.CACHE}from the cache{self.PLAIN}, {self.BACKUP}from a "
-                  f"backup{self.PLAIN}, {self.UNDERLINED}bonus token{self.PLAIN}")
+            print(f"  colours              {self.CACHE}from the cache{self.PLAIN}, {self.BACKUP}"
+                  f"from a backup{self.PLAIN}, {self.UNDERLINED}bonus token{self.PLAIN}")
         for name, title, form, meaning in REPORT:
             if summary[name] is not None:
                 print(f"  {title:21}{summary[name]:7{form}}   {meaning}")
