@@ -185,7 +185,8 @@ class DraftWorker:
         device, lookahead = self.model.device, self.verifying.tokens.shape[1]
         last = self.text.gather(1, (self.length - 1)[:, None])
         last, drafted = last.to(device), self.verifying.tokens.to(device)
-        self.scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1).clone()
+        logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
+        self.scores = logits.clone()  # those of inference mode may not be written to
         if self.public_seed is not None:  # then guess what will be drawn with it
             keys = sampling.noise_keys(self.public_seed, self.row, self.length, lookahead)
             noise = sampling.public_noise(keys.to(device), self.model.vocab_size)

@@ -1,5 +1,5 @@
 """The frame of the house: who computes where, the texts as they grow, counts, times and the screen.
-Nothing here is of the paper."""
+Of the paper there is only the prediction on the screen (Thm. 7)."""
 import os
 import re
 import sys
