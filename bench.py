@@ -242,13 +242,19 @@ def measure(job: Run, row: Sweep) -> list[Competitor]:
             if turn < c.turns:
                 c.take_turn(turn, job.settings.max_new_tokens)
     both = [None, None]
-    dist.all_gather_object(both, [[(worker.watch.spans, getattr(worker, "estimates", {}))
+    dist.all_gather_object(both, [[(worker.watch.spans, counted_ranks(worker))
                                    for worker in c.workers] for c in competitors])
     for c, *seen in zip(competitors, *both):
         c.seen = sum(seen, [])
     if job.leads:
         check_texts(competitors, exact=torch.finfo(job.target.dtype).bits >= 32)
     return competitors
+
+
+def counted_ranks(worker: Any) -> dict[str, torch.Tensor]:
+    """By source of speculations: how often was the bonus token the draft's guess number 1, 2, ...?"""
+    estimates = worker.fan_out.estimates if hasattr(worker, "fan_out") else {}
+    return {source: estimate.ranks for source, estimate in estimates.items()}
 
 
 def check_texts(competitors: list[Competitor], exact: bool) -> None:

@@ -14,17 +14,23 @@ and the bonus token escapes the draft's top F guesses with probability proportio
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
 import math
-from typing import NamedTuple
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 import torch
 
 PRIMARY, BACKUP = 0, 1  # who drafted a speculation: it was in the cache, or was not (section 4.3)
+BLIND_ACCEPTANCE = 0.2  # first guess of the acceptance rate of a backup without a model
 
 
 class Outcome(NamedTuple):
     """What one verification decided, for a batch of B rows, in host memory."""
     num_accepted: torch.Tensor  # [B] k, drafted tokens accepted; -1: the row has ended
     bonus: torch.Tensor         # [B] t*, the token the target added itself
+
+    @property
+    def ended(self) -> torch.Tensor:
+        return self.num_accepted < 0
 
 
 class Speculation(NamedTuple):
@@ -147,6 +153,64 @@ class Estimate:
         return sum(P * (1 - miss[F]) for P, F in zip(likelihood, fan_out))
 
 
+class FanOut:
+    """The shape of the cache after the primary and after the backup, and which backup: decided by
+    what was counted so far. Nothing that is timed decides."""
+
+    def __init__(self, lookahead: int, budget: int, policy: str = "geometric",
+                 backup: str = "neural", acceptance_rate: float = 0.8, miss_exponent: float = 1.0):
+        """`policy` as in `fan_out_shape`; `backup` by name, or auto; first guesses of a and r."""
+        self.lookahead, self.budget, self.policy, self.choice = lookahead, budget, policy, backup
+        known = {name: Estimate(acceptance_rate, miss_exponent, budget)
+                 for name in ("primary", "neural")}
+        self.estimates = defaultdict(
+            lambda: Estimate(BLIND_ACCEPTANCE, miss_exponent, budget), known)
+        self.critical_batch_size = None
+        self.start(1)
+
+    def start(self, rows: int) -> None:
+        """Choose the backup of a batch."""
+        self.backup = self.choice if self.choice != "auto" else self.choose_backup(rows)
+        self.reshape()
+
+    def reshape(self) -> None:
+        self.shapes = [self.shape("primary"), self.shape(self.backup)]  # PRIMARY's, BACKUP's
+
+    def shape(self, name: str) -> list[int]:
+        estimate = self.estimates[name]
+        return fan_out_shape(self.policy, self.budget, self.lookahead, estimate.acceptance_rate,
+                             estimate.miss_exponent)
+
+    def observe(self, source: torch.Tensor, outcome: Outcome, rank: torch.Tensor) -> None:
+        """The verification of speculations from `source`, `[B]`, and the `rank` of the bonus token
+        among the draft's guesses."""
+        for kind, name in ((PRIMARY, "primary"), (BACKUP, self.backup)):
+            rows = ~outcome.ended & (source == kind)
+            self.estimates[name].observe(outcome.num_accepted[rows], rank[rows], self.lookahead)
+        self.reshape()
+
+    def choose_backup(self, rows: int) -> str:
+        """Theorem 17. T_p = 1 and T_b = K / (K + 1) are what a well chosen K makes true."""
+        primary, tokens = self.estimates["primary"], {
+            name: expected_tokens(self.estimates[name].acceptance_rate, self.lookahead)
+            for name in ("primary", "neural", "fast")}
+        self.critical_batch_size = critical_batch_size(
+            primary.hit_rate(self.shape("primary")), *tokens.values(),
+            T_p=1.0, T_neural=self.lookahead / (self.lookahead + 1), T_fast=0.0)
+        return "neural" if rows < self.critical_batch_size else "fast"
+
+    def report(self) -> dict[str, Any]:
+        primary, backup = self.estimates["primary"], self.estimates[self.backup]
+        b = self.critical_batch_size
+        return {"acceptance_rate_primary": primary.acceptance_rate,
+                "acceptance_rate_backup": backup.acceptance_rate,
+                "miss_exponent": primary.miss_exponent,
+                "bonus_ranks": (primary.ranks + backup.ranks).tolist(),
+                "fan_out": self.shapes[PRIMARY], "fan_out_after_backup": self.shapes[BACKUP],
+                "backup": self.backup,
+                "critical_batch_size": None if b is None or math.isinf(b) else b}
+
+
 # ---- the cache ----
 
 def likely_outcomes(scores: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
@@ -189,7 +253,7 @@ class SpeculationCache(NamedTuple):
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(tokens [B, K], q [B, K, V], hit [B])`: what was prepared for the outcome; where there
-        is no hit it means nothing. A row that has ended always hits: it needs no backup.
+        is no hit it means nothing.
 
         >>> guesses = Outcome(torch.tensor([[0, 0, 1]]), torch.tensor([[7, 8, 7]]))
         >>> prepared = torch.tensor([[[1, 2], [3, 4], [5, 6]]])
@@ -200,8 +264,7 @@ class SpeculationCache(NamedTuple):
         """
         match = matches(self.guesses, outcome)
         row, branch = torch.arange(len(match)), match.long().argmax(1)
-        hit = match.any(1) | (outcome.num_accepted < 0)
-        return self.tokens[row, branch], self.q[row, branch], hit
+        return self.tokens[row, branch], self.q[row, branch], match.any(1)
 
 
 # ---- what it is worth, in units of one verification ----

@@ -15,14 +15,13 @@ A round of the draft, with K = lookahead:
 Called without `pre_speculate`, the same worker is the draft of ordinary speculative decoding: every
 round misses.
 """
-import math
 from typing import Any, Callable, NamedTuple
 
 import torch
 
 import sampling
-from cache import (BACKUP, PRIMARY, Estimate, Outcome, Speculation, SpeculationCache,
-                   critical_batch_size, expected_tokens, fan_out_shape, likely_outcomes, matches)
+from cache import (BACKUP, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache,
+                   likely_outcomes, matches)
 from runtime.model import CausalLM, Stopwatch
 
 MATCH = 16  # tokens of a match beyond which the fast backup takes matches for equally good
@@ -60,15 +59,16 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
 class DraftWorker:
     """The draft model, its KV, and the speculation cache of a batch of B rows."""
 
-    def __init__(self, model: CausalLM, warping: sampling.Warping, seed: int, lookahead: int,
-                 budget: int, estimates: dict[str, Estimate], fan_out: str = "geometric",
-                 downweight: float = 1.0, backup: str = "neural", public_seed: int | None = None):
+    def __init__(self, model: CausalLM, warping: sampling.Warping, seed: int, fan_out: FanOut,
+                 downweight: float = 1.0, public_seed: int | None = None, number: int = 0,
+                 drafters: int = 1):
         """`warping` and `public_seed` as the target's; `seed` of the draft's own coins,
-        independent of the verifier's; `estimates` of "primary" and of every backup; the rest are
-        the choices of sections 4.1 to 4.3."""
-        self.model, self.warping, self.lookahead, self.budget = model, warping, lookahead, budget
-        self.estimates, self.policy = estimates, fan_out
-        self.downweight, self.backup, self.critical_batch_size = downweight, backup, None
+        independent of the verifier's; `fan_out` and `downweight`, C: the choices of sections 4.1
+        to 4.3. Of several `drafters`, alike in all else, `number` d prepares for guesses d,
+        d + drafters, ...; the last one answers where nobody is prepared."""
+        self.model, self.warping, self.fan_out, self.downweight = model, warping, fan_out, downweight
+        self.lookahead, self.share = fan_out.lookahead, slice(number, None, drafters)
+        self.is_last = number == drafters - 1
         self.public_seed, self.rows = None if warping.greedy else public_seed, 0
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
@@ -78,7 +78,8 @@ class DraftWorker:
     def start(self, prompts: list[list[int]], longest: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0
         verifies an empty speculation."""
-        self.model.allocate(len(prompts), longest + self.lookahead * (1 + self.budget), longest)
+        branches = len(range(self.fan_out.budget)[self.share])
+        self.model.allocate(len(prompts), longest + self.lookahead * (1 + branches), longest)
         self.model.prefill(prompts)
         self.row = torch.arange(self.rows, self.rows + len(prompts))  # counted as the target does
         self.rows += len(prompts)
@@ -87,25 +88,30 @@ class DraftWorker:
         self.text = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
         self.verifying = Speculation.empty(len(prompts))
         self.cache = self.nothing = SpeculationCache.empty(len(prompts), self.lookahead, self.no_q)
-        self.outcome = self.scores = None
-        self.kind = self.backup if self.backup != "auto" else self.choose_backup(len(prompts))
-        self.reshape()
+        self.guesses, self.outcome, self.scores = self.nothing.guesses, None, None
+        self.fan_out.start(len(prompts))
 
     # ---- the answer ----
 
     def speculate(self, outcome: Outcome) -> Speculation:
         """The speculation that follows: from the cache on a hit, from the backup on a miss. One
         miss makes all rows wait, so the backup drafts for all; the rows that hit keep what they
-        have."""
+        have. Of several drafters each says what it knows, and zeros elsewhere."""
         self.advance(outcome)
-        tokens, q, hit = self.cache.look_up(outcome)
-        if not hit.all():
-            keep = hit.to(tokens.device)[:, None]  # before the passes: it would wait for them
-            with self.watch("backup"):
-                tokens_now, q_now = getattr(self, f"{self.kind}_backup")()
+        tokens, q, prepared = self.cache.look_up(outcome)
+        hit = matches(self.guesses, outcome).any(1)  # prepared here, or by another drafter
+        backed_up = ~hit & self.is_last
+        if not (hit | outcome.ended).all():
+            keep = prepared.to(tokens.device)[:, None]  # before the passes: it would wait for them
+            with self.watch("backup"):  # by all drafters: their coins stay the same
+                tokens_now, q_now = getattr(self, f"{self.fan_out.backup}_backup")()
             tokens, q = tokens.where(keep, tokens_now), q.where(keep[..., None], q_now)
-        self.judged, self.cache = self.verifying.source, self.nothing
-        self.verifying = Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
+        if self.share.step > 1:
+            own = (prepared | backed_up).to(tokens.device)[:, None]
+            tokens, q = tokens.where(own, 0), q.where(own[..., None], 0)
+        self.judged, self.cache, self.guesses = (
+            self.verifying.source, self.nothing, self.nothing.guesses)
+        self.verifying = Speculation(tokens, q, torch.where(backed_up, BACKUP, PRIMARY))
         return self.verifying
 
     def advance(self, outcome: Outcome) -> None:
@@ -137,7 +143,8 @@ class DraftWorker:
         for step in range(self.lookahead):
             logits = self.model.causal(tokens, start)[:, -1]
             start = start + tokens.shape[1]
-            drafted.append(self.draw(logits, coins[step], self.shapes[BACKUP][step]))
+            F = self.fan_out.shapes[BACKUP][step]
+            drafted.append(self.draw(logits, coins[step], F))
             tokens = drafted[-1][0][:, None]
         return tuple(torch.stack(parts, 1) for parts in zip(*drafted))
 
@@ -160,12 +167,14 @@ class DraftWorker:
         The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there
         already; if it is none of the guesses, no branch is worth growing."""
         self.learn()
-        if not self.budget:
+        if not self.fan_out.budget:
             return
         device, prepared = self.model.device, []
         with self.watch("trunk"):
-            guesses, trunk = self.guess(), int(self.length.max()) + self.verifying.tokens.shape[1]
-            coins = self.coins(self.lookahead, *guesses.bonus.shape)
+            self.guesses = self.guess()
+            coins = self.coins(self.lookahead, *self.guesses.bonus.shape)[..., self.share]
+            guesses = Outcome(*(part[:, self.share] for part in self.guesses))
+            trunk = int(self.length.max()) + self.verifying.tokens.shape[1]
             tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead)
             tokens, tree = guesses.bonus.to(device), Tree(*(part.to(device) for part in tree))
         for step in range(self.lookahead):
@@ -174,7 +183,8 @@ class DraftWorker:
                 return
             with self.watch("step"):
                 logits = self.tree_pass(tree, tokens, step)
-                prepared.append(self.draw(logits, coins[step], self.shapes[PRIMARY][step]))
+                F = self.fan_out.shapes[PRIMARY][step]
+                prepared.append(self.draw(logits, coins[step], F))
                 tokens = prepared[-1][0]
         self.cache = SpeculationCache(guesses, *(torch.stack(part, 2) for part in zip(*prepared)))
 
@@ -192,8 +202,8 @@ class DraftWorker:
             noise = sampling.public_noise(keys.to(device), self.model.vocab_size)
             self.scores = self.warping.probabilities(self.scores) / noise
         self.scores[:, :lookahead].scatter_(-1, drafted[..., None], -torch.inf)
-        shapes = torch.tensor(self.shapes if lookahead else [[self.budget]] * 2)  # Thm. 12 at K = 0
-        outcomes = likely_outcomes(self.scores, shapes[self.verifying.source])
+        shapes = self.fan_out.shapes if lookahead else [[self.fan_out.budget]] * 2  # Thm. 12, K = 0
+        outcomes = likely_outcomes(self.scores, torch.tensor(shapes)[self.verifying.source])
         return Outcome(*(part.cpu() for part in outcomes))
 
     def tree_pass(self, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
@@ -210,8 +220,6 @@ class DraftWorker:
         coins = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return coins.to(self.model.device)
 
-    # ---- what is learnt on the way ----
-
     def learn(self) -> None:
         """Let the estimates see the last outcome. Called while the target verifies, when time is
         free."""
@@ -220,44 +228,13 @@ class DraftWorker:
         k, bonus = self.outcome
         scores = self.scores[torch.arange(len(k)), k]
         likelier = scores > scores.gather(1, bonus[:, None].to(scores.device))
-        rank, going_on = likelier.sum(1).cpu(), k >= 0
-        for source, name in ((PRIMARY, "primary"), (BACKUP, self.kind)):
-            rows = going_on & (self.judged == source)
-            self.estimates[name].observe(k[rows], rank[rows], self.lookahead)
-        self.reshape()
-
-    def reshape(self) -> None:
-        """F_0..F_K after the primary and after the backup, for what is known of a and r."""
-        self.shapes = [self.shape(self.estimates[source]) for source in ("primary", self.kind)]
-
-    def shape(self, estimate: Estimate) -> list[int]:
-        return fan_out_shape(self.policy, self.budget, self.lookahead, estimate.acceptance_rate,
-                             estimate.miss_exponent)
-
-    def choose_backup(self, rows: int) -> str:
-        """Theorem 17, at a batch's start, from what was counted so far; nothing that is timed
-        decides. T_p = 1 and T_b = K / (K + 1) are what a well chosen K makes true."""
-        after = {name: expected_tokens(estimate.acceptance_rate, self.lookahead)
-                 for name, estimate in self.estimates.items()}
-        primary, T_neural = self.estimates["primary"], self.lookahead / (self.lookahead + 1)
-        self.critical_batch_size = critical_batch_size(
-            primary.hit_rate(self.shape(primary)), after["primary"], after["neural"], after["fast"],
-            T_p=1.0, T_neural=T_neural, T_fast=0.0)
-        return "neural" if rows < self.critical_batch_size else "fast"
+        self.fan_out.observe(self.judged, self.outcome, likelier.sum(1).cpu())
 
     def report(self) -> dict[str, Any]:
         """"times": (seconds, count) of trunk passes, tree steps and backups since the last call;
         "learnt": what there is to know of the draft's choices."""
-        primary, backup = self.estimates["primary"], self.estimates[self.kind]
-        b = self.critical_batch_size
-        return {"times": self.watch.read(), "learnt": {
-            "acceptance_rate_primary": primary.acceptance_rate,
-            "acceptance_rate_backup": backup.acceptance_rate,
-            "miss_exponent": primary.miss_exponent,
-            "bonus_ranks": (primary.ranks + backup.ranks).tolist(),
-            "fan_out": self.shapes[PRIMARY], "fan_out_after_backup": self.shapes[BACKUP],
-            "downweight": self.downweight, "backup": self.kind,
-            "critical_batch_size": None if b is None or math.isinf(b) else b}}
+        learnt = self.fan_out.report() | {"downweight": self.downweight}
+        return {"times": self.watch.read(), "learnt": learnt}
 
 
 def look_up(text: torch.Tensor, length: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:

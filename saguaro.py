@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 saguaro.py --help
 
-Rank 0 holds the target and decodes; the last rank holds the draft and answers; any between hold
-the target together with rank 0 (tensor-parallel) and follow it. All parse the same command line
+Rank 0 holds the target and decodes; the last rank (of --drafters D the last D) holds the draft and
+answers; any between hold the target together with rank 0 (tensor-parallel) and follow it. All parse the same command line
 and read the same prompts, so only data travels, in a fixed order and in messages of known size,
 each heard by all:
 
@@ -20,7 +20,7 @@ speculator:  predict likely outcomes               DraftWorker.guess, cache.like
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        DraftWorker.neural_backup, .fast_backup, ...
 """
-from runtime.settings import BACKUPS, Settings, begin, decoding, interrupted, read_prompts
+from runtime.settings import Settings, begin, decoding, interrupted, read_prompts
 
 SETTINGS = begin(Settings) if __name__ == "__main__" else None  # importing torch takes seconds
 
@@ -30,14 +30,12 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from cache import Estimate, Outcome, Speculation
+from cache import FanOut, Outcome, Speculation
 from draft_worker import DraftWorker
 from runtime.command import Display, Ranks, Run, Stats, Texts, run
 from runtime.model import CausalLM
 from sampling import Warping
 from target_worker import TargetWorker
-
-FAST_ACCEPTANCE = 0.2  # first guess of the acceptance rate of a backup without a model
 
 
 def decode(target: TargetWorker, speculator, texts: Texts) -> None:
@@ -66,9 +64,9 @@ def serve(draft: DraftWorker, wire: "Wire", prompts: list[list[int]], longest: i
             draft.pre_speculate(
                 lambda: coming.result() if early_outcome and coming.done() else None)
             outcome = coming.result()
-            if (outcome.num_accepted < 0).all():
+            if outcome.ended.all():
                 return wire.report(draft.report())
-            wire.speculation(len(prompts), draft.speculate(outcome))
+            draft.verifying = wire.speculation(len(prompts), draft.speculate(outcome))
 
 
 def follow(target: TargetWorker, wire: "Wire", prompts: list[list[int]], longest: int) -> None:
@@ -77,7 +75,7 @@ def follow(target: TargetWorker, wire: "Wire", prompts: list[list[int]], longest
     target.prefill(prompts, longest, wire.lookahead)
     while True:
         outcome = wire.outcome(len(prompts))
-        if (outcome.num_accepted < 0).all():
+        if outcome.ended.all():
             return wire.report()
         target.advance(outcome)
         target.verify(wire.speculation(len(prompts)))
@@ -90,7 +88,7 @@ class Wire:
 
     def __init__(self, ranks: Ranks, lookahead: int, width: int, dtype: torch.dtype):
         """`width` of q: V, or 0 when greedy, and its `dtype`."""
-        self.drafter, self.device = ranks.drafter, ranks.wire_device
+        self.reporter, self.device = ranks.reporter, ranks.wire_device
         self.lookahead, self.width, self.dtype = lookahead, width, dtype
 
     def outcome(self, rows: int, own: Outcome | None = None) -> Outcome:
@@ -100,28 +98,26 @@ class Wire:
         return Outcome(*message.unbind(1))
 
     def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
-        """The drafter's `own`, heard by all: source and tokens `[B, 1+K]`, then, if sampling, q."""
-        if own is None:
-            message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
-            q = torch.empty(rows, self.lookahead, self.width, dtype=self.dtype, device=self.device)
-        else:
-            source = own.source.to(own.tokens.device)[:, None]
-            message = torch.cat([source, own.tokens], 1).to(self.device)
-            q = own.q.contiguous().to(self.device)
-        dist.broadcast(message, self.drafter)
+        """What all drafters know together, each its `own` rows and zeros elsewhere, heard by all:
+        source and tokens `[B, 1+K]`, then, if sampling, q."""
+        message = torch.zeros(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
+        q = torch.zeros(rows, self.lookahead, self.width, dtype=self.dtype, device=self.device)
+        if own is not None:
+            message[:, 1:], q[:], message[:, 0] = own
+        dist.all_reduce(message)  # adding zeros changes nothing
         if q.numel():
-            dist.broadcast(q, self.drafter)
+            dist.all_reduce(q)
         return Speculation(message[:, 1:], q, message[:, 0].cpu())
 
     def report(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The drafter's `own` report, heard by all."""
+        """The last drafter's `own` report, heard by all."""
         report = [own]
-        dist.broadcast_object_list(report, self.drafter, device=torch.device("cpu"))
+        dist.broadcast_object_list(report, self.reporter, device=torch.device("cpu"))
         return report[0]
 
 
 class RemoteSpeculator:
-    """Who drafts, as rank 0 sees it: the draft's rank, or a speculator of its `own`, which the
+    """Who drafts, as rank 0 sees it: the draft's ranks, or a speculator of its `own`, which the
     other target ranks are to hear, too."""
 
     def __init__(self, wire: Wire, own=None):
@@ -134,7 +130,7 @@ class RemoteSpeculator:
     def speculate(self, outcome: Outcome) -> Speculation:
         rows = len(outcome.bonus)
         self.wire.outcome(rows, outcome)
-        if (outcome.num_accepted < 0).all():
+        if outcome.ended.all():
             return Speculation.empty(rows)
         return self.wire.speculation(rows, self.own.speculate(outcome) if self.own else None)
 
@@ -173,7 +169,7 @@ class Decoder:
         if s.mode == "ar":
             self.speculator = NoSpeculator()
         elif draft:
-            self.speculator = self.draft_worker(draft, warping)
+            self.speculator = self.draft_worker(draft, warping, ranks)
         self.ranks = ranks if ranks and ranks.world > 1 else None
         if self.ranks:
             lookahead = s.lookahead if s.mode != "ar" else 0
@@ -181,14 +177,14 @@ class Decoder:
             dtype = torch.float64 if s.dtype == "float64" else torch.float32
             self.wire = Wire(ranks, lookahead, width, dtype)
 
-    def draft_worker(self, model: CausalLM, warping: Warping) -> DraftWorker:
+    def draft_worker(self, model: CausalLM, warping: Warping, ranks: Ranks | None) -> DraftWorker:
         s = self.settings
-        estimates = {name: Estimate(s.acceptance_rate if name in ("primary", "neural") else
-                                    FAST_ACCEPTANCE, s.miss_exponent, s.budget)
-                     for name in ("primary", *BACKUPS)}
+        fan_out = FanOut(s.lookahead, s.drafters * s.budget, s.fan_out, s.backup,
+                         s.acceptance_rate, s.miss_exponent)
         downweight = s.downweight if s.mode == "ssd" else 1.0  # only a cache gains from C < 1
-        return DraftWorker(model, warping, s.seed + 1, s.lookahead, s.budget, estimates, s.fan_out,
-                           downweight, s.backup, self.public_seed)
+        number = ranks.rank - ranks.shards if ranks and s.mode == "ssd" else 0
+        return DraftWorker(model, warping, s.seed + 1, fan_out, downweight, self.public_seed,
+                           number, s.drafters)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None

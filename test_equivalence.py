@@ -545,8 +545,6 @@ def test_look_up_hits_if_and_only_if_the_outcome_was_guessed_and_takes_what_was_
             branch = known.index(actual)
             assert taken[row].equal(tokens[row, branch]) and taken_q[row].equal(q[row, branch])
     assert 20 < hit.sum() < rows - 20
-    ended = Outcome(torch.full((rows,), -1), outcome.bonus)
-    assert prepared.look_up(ended)[2].all(), "a row that has ended waits for no backup"
     tokens, q, hit = SpeculationCache.empty(rows, K, q[0, 0, 0]).look_up(outcome)
     assert not hit.any() and tokens.shape == (rows, K) and q.shape == (rows, K, vocab)
 
@@ -632,14 +630,14 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(fast, sizes):
     net, chosen = network(), []
     worker = decoder(net, net, backup="auto", lookahead=4, budget=20).speculator
     for name, rate in (("primary", 0.9), ("neural", 0.9), ("fast", fast)):
-        worker.estimates[name].observe(accept(20_000, 4, rate), power_law_ranks(20_000, 0.5), 4)
-    primary = worker.estimates["primary"]
+        worker.fan_out.estimates[name].observe(accept(20_000, 4, rate), power_law_ranks(20_000, 0.5), 4)
+    primary = worker.fan_out.estimates["primary"]
     shape = cache.geometric_fan_out(20, 4, primary.acceptance_rate, primary.miss_exponent)
     for rows in (1, 2, 4, 8, 16, 32, 64):
         worker.start([[1, 2]] * rows, 4)
         learnt, E = worker.report()["learnt"], {
             name: cache.expected_tokens(estimate.acceptance_rate, 4)
-            for name, estimate in worker.estimates.items()}
+            for name, estimate in worker.fan_out.estimates.items()}
         hit_rate = primary.hit_rate(shape)
         speed = {name: cache.throughput(hit_rate, E["primary"], E[name], 1.0, T_b, rows)
                  for name, T_b in (("neural", 0.8), ("fast", 0.0))}
@@ -679,7 +677,7 @@ def test_the_draft_counts_what_was_accepted_and_guessed_by_source(backup):
     draft, shapes = imitation(net, 0.2), {}
     for fan_out in ("2,2,2,2", "geometric"):
         made = decoder(net, draft, temperature=0.8, backup=backup, fan_out=fan_out, budget=8)
-        estimates = made.speculator.estimates
+        estimates = made.speculator.fan_out.estimates
         prior = {source: (estimates[name].judged, estimates[name].accepted)
                  for source, name in ((PRIMARY, "primary"), (BACKUP, backup))}
         record = run_rounds(made, RAGGED, 15)

@@ -103,7 +103,7 @@ class Narrator:
 
     def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> None:
         """Every guessed outcome, and the speculation prepared for it."""
-        if not self.draft.budget:
+        if not self.draft.fan_out.budget:
             return say("          no guesses: the budget is 0", DIM)
         cache, probability = self.draft.cache, self.probabilities(len(drafted))
         for guess, token, prepared in zip(*(part[0].tolist() for part in cache.guesses),
@@ -147,7 +147,7 @@ class Narrator:
         if scores is not None:
             likelier = int((scores[0, k] > scores[0, k, bonus]).sum())
             rank = f" (no. {likelier + 1} for k={k})"
-        say(f"{verdict}MISS{rank}, the {self.draft.kind} backup drafts", BOLD, YELLOW)
+        say(f"{verdict}MISS{rank}, the {self.draft.fan_out.backup} backup drafts", BOLD, YELLOW)
 
 
 def explain(s: ExplainSettings) -> None:

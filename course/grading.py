@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import cache
 import draft_worker
 import sampling
-from cache import BACKUP, PRIMARY, Estimate, Outcome, SpeculationCache
+from cache import BACKUP, PRIMARY, FanOut, Outcome, SpeculationCache
 from draft_worker import DraftWorker
 from runtime.command import Stats, Texts
 from runtime.model import CausalLM
@@ -82,9 +82,8 @@ def network(seed: int = 0, like=None, noise: float = 0.0):
 
 def worker(net=None, temperature=0.0, fan_out="2,1,2", downweight=1.0) -> DraftWorker:
     shape = [int(F) for F in fan_out.split(",")]
-    estimates = {name: Estimate(0.7, 1.0, 12) for name in ("primary", "neural")}
-    return DraftWorker(CausalLM(net or network()), sampling.Warping(temperature), 1, len(shape) - 1,
-                       sum(shape), estimates, fan_out, downweight)
+    return DraftWorker(CausalLM(net or network()), sampling.Warping(temperature), 1,
+                       FanOut(len(shape) - 1, sum(shape), fan_out), downweight)
 
 
 # ---- 1. accept and residual ----
@@ -255,18 +254,18 @@ def test_look_up():
     tokens = torch.arange(24).view(4, 3, 2)
     prepared = SpeculationCache(guesses, tokens, tokens[..., None] * torch.ones(5))
     outcome = Outcome(torch.tensor([0, 2, 2, -1]), torch.tensor([8, 7, 8, 8]))
-    hint = "both k and t* must match; a row that has ended (k = -1) always hits"
+    hint = "both k and t* must match"
 
     def found(part: int):
         return prepared.look_up(outcome)[part][:2]
 
-    check(hint, [True, True, False, True], lambda: prepared.look_up(outcome)[2])
+    check(hint, [True, True, False, False], lambda: prepared.look_up(outcome)[2])
     check(hint, [[2, 3], [10, 11]], found, 0)
     check("q belongs to its tokens", [[[2] * 5, [3] * 5], [[10] * 5, [11] * 5]], found, 1)
     check("guess by guess, [B, n]", [[0, 1, 0], [0, 0, 1], [0, 0, 0], [0, 0, 0]], cache.matches,
           guesses, outcome)
     empty = SpeculationCache.empty(2, 3, torch.zeros(5))
-    check("an empty cache never hits", [False, True], lambda: empty.look_up(
+    check("an empty cache never hits", [False, False], lambda: empty.look_up(
         Outcome(torch.tensor([0, -1]), torch.tensor([1, 1])))[2])
 
 

@@ -112,9 +112,9 @@ return self.model.forward(tokens, tree.positions + step, slots, visible)""",
     "draft_worker.DraftWorker.speculate": """
 self.advance(outcome)
 tokens, q, hit = self.cache.look_up(outcome)
-if not hit.all():
+if not (hit | (outcome.num_accepted < 0)).all():
     backup = {"neural": self.neural_backup, "fast": self.fast_backup,
-              "random": self.random_backup}[self.kind]()
+              "random": self.random_backup}[self.fan_out.backup]()
     tokens = torch.stack([a if h else b for h, a, b in zip(hit, tokens, backup[0])])
     q = torch.stack([a if h else b for h, a, b in zip(hit, q, backup[1])])
 self.judged = self.verifying.source
@@ -123,9 +123,9 @@ self.verifying = Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
 return self.verifying""",
     "draft_worker.DraftWorker.pre_speculate": """
 self.learn()
-if self.budget == 0:
+if self.fan_out.budget == 0:
     return
-guesses = self.guess()
+self.guesses = guesses = self.guess()
 trunk = int(self.length.max()) + self.verifying.tokens.shape[1]
 tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead)
 tree = Tree(*(part.to(self.model.device) for part in tree))
@@ -135,7 +135,7 @@ for i in range(self.lookahead):
     early = peek()
     if early is not None and not matches(guesses, early).any():
         return
-    grown.append(self.draw(self.tree_pass(tree, tokens, i), coins[i], self.shapes[PRIMARY][i]))
+    grown.append(self.draw(self.tree_pass(tree, tokens, i), coins[i], self.fan_out.shapes[PRIMARY][i]))
     tokens = grown[-1][0]
 self.cache = SpeculationCache(guesses, torch.stack([t for t, _ in grown], 2),
                               torch.stack([q for _, q in grown], 2))""",

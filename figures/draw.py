@@ -82,7 +82,7 @@ def fan_out(job, shown: list, axes) -> None:
     for ax, name, source, title in zip(axes, ("plain", "plain", "public noise"), (
             "primary", "neural", "primary"), ("primary", "neural backup", "primary, public noise")):
         for c, style in zip((c for c in shown if c.name == name), STYLES):
-            ranks, = (estimates[source].ranks.double() for _, estimates in c.seen if estimates)
+            ranks, = (counted[source].double() for _, counted in c.seen if counted)
             miss, F = 1 - ranks.cumsum(0)[:-1] / ranks.sum(), torch.arange(1, len(ranks))
             some, r = miss > 0, fit_power_law(miss)
             scale = (miss[some].log() + r * F[some].log()).mean().exp()

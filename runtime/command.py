@@ -63,8 +63,8 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[i
 
 class Ranks:
     """Who this process is and where it computes. Rank r of a machine takes its GPU number r, if
-    there is one, else the CPU. In ssd the last rank drafts; all others hold the target
-    together."""
+    there is one, else the CPU. In ssd the last rank drafts (of D drafters the last D); all others
+    hold the target together."""
 
     def __init__(self, s: Settings):
         self.rank, self.world, local, here = (
@@ -73,22 +73,26 @@ class Ranks:
         gpus = 0 if s.device == "cpu" else torch.cuda.device_count()
         if s.device == "cuda" and not gpus:
             raise UserError("--device cuda: PyTorch sees no CUDA device here")
-        self.shards = max(1, self.world - (s.mode == "ssd"))  # ranks that hold the target
+        drafters = s.drafters if s.mode == "ssd" and self.world > 1 else 0
+        if self.world <= drafters:
+            raise UserError(f"--drafters {drafters}: of {self.world} ranks none is left for the "
+                            "target; start more")
+        self.shards = self.world - drafters  # ranks that hold the target
         self.holds_target = self.rank < self.shards
-        self.drafter = self.world - 1 if s.mode == "ssd" else 0
-        self.drafts = self.rank == self.drafter and s.mode != "ar"
+        self.drafts = not self.holds_target if drafters else self.rank == 0 and s.mode != "ar"
+        self.reporter = self.world - 1 if drafters else 0
         self.device = torch.device("cuda", local) if local < gpus else torch.device("cpu")
         # a GPU if every rank has one, for tensors that travel from device to device
         self.wire_device = self.device if here <= gpus else torch.device("cpu")
         alone = self.shards == 1  # then the target may spread over all GPUs but the draft's
-        self.target_gpus = [gpu for gpu in range(gpus) if alone and (gpu != here - 1 or here == 1)]
+        taken = range(max(1, here - drafters), here)  # by drafters
+        self.target_gpus = [gpu for gpu in range(gpus) if alone and gpu not in taken]
         cpus = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cpus = len(os.sched_getaffinity(0))
-        split = s.mode == "ssd" and self.world > 1  # then one thread drafts
-        self.threads = max(1, (cpus - split) // max(1, here - split))
-        if split and self.drafts:
-            self.threads = 1
+        self.threads = 1  # of a drafter; the others share the remaining cores
+        if not drafters or self.holds_target:
+            self.threads = max(1, (cpus - drafters) // max(1, here - drafters))
         torch.set_num_threads(self.threads)
 
     def join(self) -> None:
@@ -121,7 +125,7 @@ class Run:
         if s.lookahead >= self.context:
             raise UserError(f"--lookahead {s.lookahead}: the target's context is {self.context}")
         most = (s.lookahead + 1) * (self.vocab_size - 1)
-        if s.budget > most:
+        if s.drafters * s.budget > most:
             raise UserError(f"--budget {s.budget}: {most} outcomes are all there are with K = "
                             f"{s.lookahead} and a vocabulary of {self.vocab_size}")
         if self.ranks.shards > 1:

@@ -68,7 +68,9 @@ class Settings:
         "speculative decoding on the very same ranks")
     fan_out: str = option(
         "geometric", "shape of the cache: geometric (Theorem 12), uniform, or by hand, F_0,...,F_K "
-        "such as 4,3,2,1,2, whose sum is then the budget", metavar="SHAPE")
+        "such as 4,3,2,1,2, whose sum is then the budget (of all drafters)", metavar="SHAPE")
+    drafters: int = option(
+        1, "ranks that draft, the last ones, each for a budget of outcomes of its own")
     acceptance_rate: float = option(0.8, "first guess of a, the acceptance rate of drafted tokens")
     miss_exponent: float = option(1.0, "first guess of r of the power law of misses (Def. 11)")
     downweight: float = option(1.0, "C (Def. 14); 1 is ordinary sampling", metavar="C")
@@ -95,7 +97,12 @@ class Settings:
             if len(shape) != self.lookahead + 1 or not all(F.isdecimal() for F in shape):
                 raise UserError(f"--fan-out {self.fan_out}: neither {' nor '.join(FAN_OUTS)} nor "
                                 f"{self.lookahead + 1} numbers, F_0,...,F_K for K = --lookahead")
-            self.budget = sum(map(int, shape))
+            self.budget, rest = divmod(sum(map(int, shape)), self.drafters)
+            if rest:
+                raise UserError(f"--fan-out {self.fan_out}: {self.drafters} drafters cannot share "
+                                "its sum evenly")
+        if self.drafters > 1 and self.mode != "ssd":
+            raise UserError(f"--drafters {self.drafters}: only ssd has work for more than one")
         if self.json is not None:
             check_writable("--json", self.json)
 
@@ -104,8 +111,8 @@ class Settings:
         for name, least, most in (
                 ("max_new_tokens", 1, inf), ("batch_size", 1, inf), ("temperature", 0, 1e9),
                 ("top_k", 0, inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 2),
-                ("lookahead", 1, inf), ("budget", 0, inf), ("acceptance_rate", 0, 1),
-                ("miss_exponent", 1e-9, 1e9), ("downweight", 0, 1)):
+                ("lookahead", 1, inf), ("budget", 0, inf), ("drafters", 1, 99),
+                ("acceptance_rate", 0, 1), ("miss_exponent", 1e-9, 1e9), ("downweight", 0, 1)):
             value = getattr(self, name)
             if not least <= value <= most:
                 allowed = f"at least {least}" + f" and at most {most}" * (most < inf)
@@ -214,7 +221,7 @@ def rank() -> int:
 
 def begin(kind: type[Settings]) -> Settings:
     """The settings of this run, before anything heavy is imported. torchrun starts all ranks;
-    `python saguaro.py` is rank 0, and starts the draft's rank itself."""
+    `python saguaro.py` is rank 0, and starts the drafters' ranks itself."""
     signal.signal(signal.SIGINT, interrupt)
     launched = "RANK" in os.environ  # by torchrun, or by another rank
     try:
@@ -226,7 +233,7 @@ def begin(kind: type[Settings]) -> Settings:
     if launched:
         threading.Thread(target=follow_the_launcher, args=(os.getppid(),), daemon=True).start()
     if alone and settings.mode == "ssd":
-        launch_draft()
+        launch_drafters(settings.drafters)
     if rank() == 0 and sys.stderr.isatty():
         print("loading ...", file=sys.stderr, flush=True)
     return settings
@@ -238,18 +245,21 @@ def interrupt(*_) -> None:
         os._exit(130)
 
 
-def launch_draft() -> None:
+def launch_drafters(count: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                   "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    world = str(1 + count)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": world,
+                   "LOCAL_WORLD_SIZE": world}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
-    child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-    threading.Thread(target=end_with, args=(child,), daemon=True).start()
-    atexit.register(child.kill)
+    for rank in map(str, range(count, -1, -1)):
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
+        if rank != "0":  # this process
+            child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]])
+            threading.Thread(target=end_with, args=(child,), daemon=True).start()
+            atexit.register(child.kill)
 
 
 def end_with(child: subprocess.Popen) -> None:

@@ -79,7 +79,7 @@ def saguaro_here(monkeypatch, *arguments) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(settings, "launch_draft", lambda: None)
+    monkeypatch.setattr(settings, "launch_drafters", lambda count: None)
     monkeypatch.setattr(sys, "argv", ["saguaro.py", *map(str, arguments)])
     command.run(begin(Settings), saguaro.generate)
 
@@ -274,7 +274,7 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
 CONFIG = set("""prompt prompts target draft mode max_new_tokens batch_size temperature top_k top_p
              seed ignore_eos apply_chat_template lookahead budget fan_out acceptance_rate
              miss_exponent downweight backup no_early_outcome dtype device eager json
-             no_public_noise""".split())
+             no_public_noise drafters""".split())
 STATS = set("""tokens seconds tokens_per_second rounds tokens_per_round acceptance_rate hit_rate
             E_hit E_miss verifier_utilisation T_p T_b prefill_seconds""".split())
 LEARNT = set("""acceptance_rate_primary acceptance_rate_backup miss_exponent bonus_ranks fan_out
