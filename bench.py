@@ -45,6 +45,7 @@ class BenchSettings(Settings):
     mode: str = "ssd"
     fan_out: str = "geometric"
     backup: str = "neural"
+    drafters: int = 1
     prompts: str = option(str(TINY / "prompts.jsonl"), "JSON Lines, each with a field prompt, "
                           "question or text")
     max_new_tokens: int = option(64, "tokens to generate for each prompt, exactly")
@@ -104,14 +105,15 @@ class Sweep(NamedTuple):
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
     """A sweep without figure. Whoever samples is compared without public noise, too."""
     plain = {"no_public_noise": True}
-    noisy = {"SSD, plain": plain, "SSD, look-up, plain": plain | {"backup": "fast"}}
+    tried = {"lookahead": (3, 4, 5), "budget": (s.budget, 2 * s.budget)}
+    noisy = {"SSD, plain": tried | plain, "SSD, look-up, plain": tried | plain | {"backup": "fast"}}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd", "lookahead": (3, 4, 5, 7)},
         "SD, look-up": {"mode": "sd", "lookahead": (5, LOOKUP_TOKENS), "backup": "fast"},
         "SSD, budget 0": {"budget": 0},
-        "SSD": {},
-        "SSD, look-up": {"backup": "fast"},
+        "SSD": tried,
+        "SSD, look-up": tried | {"backup": "fast"},
         **(noisy if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (OWN, s.lookahead)},
@@ -147,9 +149,9 @@ def sweeps(s: BenchSettings) -> dict[str, Sweep]:
         "lookahead": Sweep("lookahead", (1, 2, 3, 4, 5, 6, 8), {
             "SSD": {}, "SSD, no early outcome": {"no_early_outcome": True}, "SD": sd},
             (speed, "T_p")),
-        "budget": Sweep("budget", (0, 3, 6, 12, 24, 48), {
+        "budget": Sweep("budget", (0, *(D * s.budget for D in (1, 2, 4, 8))), {
             f"temperature {t:g}": {"temperature": t} for t in (0.0, warm)},
-            ("hit_rate", "T_p", speed), None, (1, 3))}
+            ("hit_rate", "T_p", speed), draw.drafters, (2, 2))}
 
 
 # ---- measuring: competitors that take turns ----
@@ -174,7 +176,8 @@ class Competitor:
     def __str__(self) -> str:
         drafts = self.settings.mode not in ("ar", "generate")
         plural, lookahead = "s" * (self.threads > 1), f", K {self.settings.lookahead}" * drafts
-        return f"{self.threads} thread{plural}{lookahead}"
+        budget = f", budget {self.settings.budget}" * (self.settings.mode == "ssd")
+        return f"{self.threads} thread{plural}{lookahead}{budget}"
 
     def take_turn(self, turn: int, max_new_tokens: int) -> None:
         """Turn -1, a warm-up, does not count for the speed."""
@@ -252,7 +255,7 @@ def measure(job: Run, row: Sweep) -> list[Competitor]:
 
 
 def counted_ranks(worker: Any) -> dict[str, torch.Tensor]:
-    """By source of speculations: how often was the bonus token the draft's guess number 1, 2, ...?"""
+    """By source of speculations: how often the bonus token was the draft's guess no. 1, 2, ..."""
     estimates = worker.fan_out.estimates if hasattr(worker, "fan_out") else {}
     return {source: estimate.ranks for source, estimate in estimates.items()}
 

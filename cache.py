@@ -171,9 +171,6 @@ class FanOut:
     def start(self, rows: int) -> None:
         """Choose the backup of a batch."""
         self.backup = self.choice if self.choice != "auto" else self.choose_backup(rows)
-        self.reshape()
-
-    def reshape(self) -> None:
         self.shapes = [self.shape("primary"), self.shape(self.backup)]  # PRIMARY's, BACKUP's
 
     def shape(self, name: str) -> list[int]:
@@ -186,8 +183,9 @@ class FanOut:
         among the draft's guesses."""
         for kind, name in ((PRIMARY, "primary"), (BACKUP, self.backup)):
             rows = ~outcome.ended & (source == kind)
-            self.estimates[name].observe(outcome.num_accepted[rows], rank[rows], self.lookahead)
-        self.reshape()
+            if rows.any():
+                self.estimates[name].observe(outcome.num_accepted[rows], rank[rows], self.lookahead)
+                self.shapes[kind] = self.shape(name)
 
     def choose_backup(self, rows: int) -> str:
         """Theorem 17. T_p = 1 and T_b = K / (K + 1) are what a well chosen K makes true."""

@@ -66,9 +66,9 @@ class DraftWorker:
         independent of the verifier's; `fan_out` and `downweight`, C: the choices of sections 4.1
         to 4.3. Of several `drafters`, alike in all else, `number` d prepares for guesses d,
         d + drafters, ...; the last one answers where nobody is prepared."""
-        self.model, self.warping, self.fan_out, self.downweight = model, warping, fan_out, downweight
-        self.lookahead, self.share = fan_out.lookahead, slice(number, None, drafters)
-        self.is_last = number == drafters - 1
+        self.model, self.warping, self.fan_out = model, warping, fan_out
+        self.downweight, self.lookahead = downweight, fan_out.lookahead
+        self.share, self.is_last = slice(number, None, drafters), number == drafters - 1
         self.public_seed, self.rows = None if warping.greedy else public_seed, 0
         self.generator = torch.Generator().manual_seed(seed)
         self.watch = Stopwatch(model.device)
@@ -172,8 +172,8 @@ class DraftWorker:
         device, prepared = self.model.device, []
         with self.watch("trunk"):
             self.guesses = self.guess()
-            coins = self.coins(self.lookahead, *self.guesses.bonus.shape)[..., self.share]
             guesses = Outcome(*(part[:, self.share] for part in self.guesses))
+            coins = self.coins(self.lookahead, *self.guesses.bonus.shape)[..., self.share]
             trunk = int(self.length.max()) + self.verifying.tokens.shape[1]
             tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead)
             tokens, tree = guesses.bonus.to(device), Tree(*(part.to(device) for part in tree))

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 saguaro.py --help
 
 Rank 0 holds the target and decodes; the last rank (of --drafters D the last D) holds the draft and
-answers; any between hold the target together with rank 0 (tensor-parallel) and follow it. All parse the same command line
-and read the same prompts, so only data travels, in a fixed order and in messages of known size,
-each heard by all:
+answers; any between hold the target together with rank 0 (tensor-parallel) and follow it. All parse
+the same command line and read the same prompts, so only data travels, in a fixed order and in
+messages of known size, each heard by all:
 
     rank 0:  prefill | say v0 |           hear s1 | verify s1 | say v1 |          hear s2 | ...
     last:    prefill, pre-speculate | hear v0, say s1 | pre-speculate | hear v1, say s2 | ...
@@ -103,7 +103,7 @@ class Wire:
         message = torch.zeros(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
         q = torch.zeros(rows, self.lookahead, self.width, dtype=self.dtype, device=self.device)
         if own is not None:
-            message[:, 1:], q[:], message[:, 0] = own
+            message[:, 1:], q[:], message[:, 0] = (part.to(self.device) for part in own)
         dist.all_reduce(message)  # adding zeros changes nothing
         if q.numel():
             dist.all_reduce(q)

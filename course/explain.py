@@ -6,7 +6,7 @@
 What two ranks do at the same time (Algorithm 1) happens here one after the other, and is shown: the
 speculation under verification, every guessed outcome (k, t*) with the draft's probability of t*
 after k accepted tokens, the speculation prepared for it, and the outcome. This is the paper's
-Fig. 2 with real tokens.
+Fig. 2 with real tokens. The loop is the program's own, and so are the workers: we only listen.
 """
 import os
 import sys
@@ -29,6 +29,8 @@ class ExplainSettings(Settings):
     max_new_tokens: int = 0
     mode: str = "sd"  # one process holds both models
     no_early_outcome: bool = True
+    drafters: int = 1
+    eager: bool = True  # a CUDA graph would overwrite the logits that are to be shown
     rounds: int = option(3, "rounds to show after round 0, the prompt's")
 
     def check(self) -> None:
@@ -43,13 +45,14 @@ SETTINGS = begin(ExplainSettings) if __name__ == "__main__" else None  # importi
 import torch
 
 import sampling
-from cache import PRIMARY, Outcome, Speculation
+from cache import BACKUP, PRIMARY, Outcome, Speculation
 from draft_worker import DraftWorker
 from runtime.command import Run, Stats, Texts, run, visible
-from saguaro import Decoder
+from saguaro import Decoder, decode
 
 WIDTH, WORD = 100, 12  # columns of a line, and of a token in it, at most
-BOLD, DIM, GREEN, YELLOW = 1, 2, 32, 33  # the cache's speculations are green, a backup's yellow
+BOLD, DIM, GREEN, YELLOW = 1, 2, 32, 33
+SOURCES = {PRIMARY: ("from the cache", GREEN), BACKUP: ("a backup's", YELLOW)}
 COLOUR = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -58,118 +61,105 @@ def say(line: str, *codes: int) -> None:
     print(f"\033[{';'.join(map(str, codes))}m{line}\033[0m" if codes and COLOUR else line)
 
 
-class Judge:
-    """Stands in for `sampling.verify`: judges as it does, and keeps what was judged."""
+class Heard:
+    """A function that remembers what it was last given, and what it gave."""
 
-    def __init__(self):
-        self.verify = sampling.verify
+    def __init__(self, function):
+        self.function = function
 
-    def __call__(self, p, tokens, q, coins, keys=None):
-        self.p, self.coins = p[0], coins[0].tolist()
-        self.q = (q if q.shape[-1] else sampling.point_mass(tokens, like=p))[0]
-        return self.verify(p, tokens, q, coins, keys)
+    def __call__(self, *given, **named):
+        self.given, self.gave = given, self.function(*given, **named)
+        return self.gave
 
 
 class Narrator:
-    """Tells the rounds of one text."""
+    """Tells the rounds of one text, from what is heard of `verify` and of the draft's passes."""
 
-    def __init__(self, tokenizer, draft: DraftWorker, judge: Judge):
-        self.tokenizer, self.draft, self.judge = tokenizer, draft, judge
+    def __init__(self, s: ExplainSettings, tokenizer, draft: DraftWorker, texts: Texts):
+        self.settings, self.tokenizer, self.draft, self.texts = s, tokenizer, draft, texts
+        self.warping = sampling.Warping(s.temperature or 1.0, s.top_k, s.top_p)
+        self.verify, self.trunk = Heard(sampling.verify), Heard(draft.model.causal)
+        self.respond, self.number, self.speculation = draft.speculate, 0, Speculation.empty(1)
+
+    def speculate(self, outcome: Outcome) -> Speculation:
+        """As the draft does it, after telling what it did while the target verified."""
+        self.draft.pre_speculate()
+        self.tell()
+        if self.number == self.settings.rounds:
+            self.texts.going_on[:] = False  # the loop ends here
+        self.number += 1
+        self.speculation = self.respond(outcome)
+        return self.speculation
 
     def words(self, tokens: list[int]) -> str:
         spelt = (repr(self.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7")
                  for token in tokens)
         return " ".join(word if len(word) <= WORD else word[:WORD - 2] + ".." for word in spelt)
 
-    def likeliest(self, probabilities: torch.Tensor) -> str:
-        found, tokens = probabilities.topk(min(5, len(probabilities)))
-        return "  ".join(f"{self.words([token])} {share:.2f}"
-                         for share, token in zip(found.tolist(), tokens.tolist()) if share)
-
-    def tell(self, number: int, speculation: Speculation, outcome: Outcome) -> None:
-        drafted, (k, bonus) = speculation.tokens[0].tolist(), (int(part) for part in outcome)
-        source, colour = "a backup's", YELLOW
-        if speculation.source == PRIMARY:
-            source, colour = "from the cache", GREEN
-        if number:
-            print()
-            say(f"round {number}   verifying  [ {self.words(drafted)} ]   ({source})", BOLD, colour)
+    def tell(self) -> None:
+        speculation, (k, bonus) = self.speculation, map(int, self.verify.gave)
+        drafted = speculation.tokens[0].tolist()
+        source, colour = SOURCES[int(speculation.source)]
+        if self.number:
+            say(f"\nround {self.number}   verifying  [ {self.words(drafted)} ]   ({source})", BOLD,
+                colour)
         else:
             say("round 0   the target reads the prompt, the draft guesses its first token", BOLD)
-        self.tell_guesses(drafted, k, bonus)
-        if number and not self.draft.warping.greedy:
+        hit = self.tell_guesses(drafted, k, bonus)
+        if self.number and self.settings.temperature:
             self.tell_coins(drafted, k)
-        self.tell_verdict(drafted, k, bonus, outcome)
+        verdict = f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
+        if hit:
+            return say(verdict + "HIT, the answer is sent at once", BOLD, GREEN)
+        backup = self.draft.report()["learnt"]["backup"]
+        say(f"{verdict}MISS, the {backup} backup drafts", BOLD, YELLOW)
 
-    def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> None:
-        """Every guessed outcome, and the speculation prepared for it."""
-        if not self.draft.fan_out.budget:
-            return say("          no guesses: the budget is 0", DIM)
-        cache, probability = self.draft.cache, self.probabilities(len(drafted))
-        for guess, token, prepared in zip(*(part[0].tolist() for part in cache.guesses),
-                                          cache.tokens[0].tolist()):
+    def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> bool:
+        """Every guessed outcome, the speculation prepared for it; was the outcome one of them?"""
+        if not self.settings.budget:
+            say("          no guesses: the budget is 0", DIM)
+            return False
+        cache, logits = self.draft.cache, self.trunk.gave[0].clone()
+        logits[range(len(drafted)), drafted] = -torch.inf  # it would have been accepted
+        probability = self.warping.probabilities(logits)
+        shown = {(guess, token): f"then [ {self.words(prepared)} ]" for guess, token, prepared in
+                 zip(*(part[0].tolist() for part in (*cache.guesses, cache.tokens)))}
+        hit = (k, bonus) in shown
+        shown.setdefault((k, bonus), "was not guessed")
+        for (guess, token), then in shown.items():
             came, before = (guess, token) == (k, bonus), self.words(drafted[:guess])
-            say(f"  {'-->' if came else '   '} k={guess}  {before[-26:]:>26} | "
-                f"t*= {self.words([token]):<{WORD}} {probability[guess, token]:.3f}  "
-                f"then [ {self.words(prepared)} ]", *[BOLD, GREEN] if came else [DIM])
-
-    def probabilities(self, lookahead: int) -> torch.Tensor:
-        """The draft's, `[K+1, V]`, of the bonus token after k accepted tokens; the drafted token
-        s_{k+1} is excluded, for it would have been accepted."""
-        draft = self.draft
-        if draft.public_seed is None:
-            logits = draft.scores[0]
-            plain = draft.warping.greedy
-            return logits.softmax(-1) if plain else draft.warping.probabilities(logits)
-        keys = sampling.noise_keys(draft.public_seed, draft.row, draft.length, lookahead)
-        noise = sampling.public_noise(keys[0].to(draft.scores.device), draft.scores.shape[-1])
-        likelihood = (draft.scores[0] * noise).clamp(min=0)  # the scores are q / noise
-        return likelihood / likelihood.sum(-1, keepdim=True)
+            say(f"  {'-->' if came else '   '} k={guess}  {before[-26:]:>26} | t*= "
+                f"{self.words([token]):<{WORD}} {probability[guess, token]:.3f}  {then}",
+                *[BOLD, GREEN if hit else YELLOW] if came else [DIM])
+        return hit
 
     def tell_coins(self, drafted: list[int], k: int) -> None:
         """p, q and the coin, token by token up to the rejection; what the bonus token is from."""
-        judge = self.judge
+        p, tokens, q, coins = self.verify.given[:4]
+        p, q, coins = p[0], (q if q.shape[-1] else sampling.point_mass(tokens, p))[0], coins[0]
         for i, token in enumerate(drafted[:k + 1]):
-            p, q = float(judge.p[i, token]), float(judge.q[i, token])
-            say(f"      s_{i + 1} {self.words([token]):<{WORD}} p {p:.3f}  q {q:.3f}  accepted with"
-                f" probability {min(1.0, p / q):.2f}, the coin is {judge.coins[i]:.2f}: "
-                f"{'accepted' if i < k else 'rejected'}")
-        name, bonus_from = "p", judge.p[k]
+            share = min(1.0, float(p[i, token] / q[i, token]))
+            say(f"      s_{i + 1} {self.words([token]):<{WORD}} p {p[i, token]:.3f}  q "
+                f"{q[i, token]:.3f}  accepted with probability {share:.2f}, the coin is "
+                f"{coins[i]:.2f}: {'accepted' if i < k else 'rejected'}")
+        name, bonus_from = "p", p[k]
         if k < len(drafted):
-            name, bonus_from = "the residual", sampling.residual(judge.p[k], judge.q[k])
-        say(f"      bonus token drawn from {name}:  {self.likeliest(bonus_from)}")
-
-    def tell_verdict(self, drafted: list[int], k: int, bonus: int, outcome: Outcome) -> None:
-        verdict = f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
-        if self.draft.cache.look_up(outcome)[2]:
-            return say(verdict + "HIT, the answer is sent at once", BOLD, GREEN)
-        scores, rank = self.draft.scores, ""
-        if scores is not None:
-            likelier = int((scores[0, k] > scores[0, k, bonus]).sum())
-            rank = f" (no. {likelier + 1} for k={k})"
-        say(f"{verdict}MISS{rank}, the {self.draft.fan_out.backup} backup drafts", BOLD, YELLOW)
+            name, bonus_from = "the residual", sampling.residual(p[k], q[k])
+        likeliest = zip(*(part.tolist() for part in bonus_from.topk(min(5, len(bonus_from)))))
+        say(f"      bonus token drawn from {name}:  " + "  ".join(
+            f"{self.words([token])} {share:.2f}" for share, token in likeliest if share))
 
 
 def explain(s: ExplainSettings) -> None:
     job = Run(s, read_prompts(s)[:1])
     job.join_and_load()
     decoder = Decoder(replace(s, mode="ssd"), job.context, job.target, job.draft)
-    target, draft = decoder.target, decoder.speculator
     texts = Texts(job.prompts, s.max_new_tokens, job.context, decoder.eos, Stats())
-    narrator = Narrator(job.tokenizer, draft, Judge())
-    draft.start(texts.prompts, texts.longest)
-    speculation = Speculation.empty(1)
-    for number in range(s.rounds + 1):
-        draft.pre_speculate()
-        with patch.object(sampling, "verify", narrator.judge):
-            outcome = (target.verify(speculation) if number else
-                       target.prefill(texts.prompts, texts.longest, s.lookahead))
-        narrator.tell(number, speculation, outcome)
-        outcome = texts.extend(speculation, outcome)
-        if texts.ended:
-            break
-        target.advance(outcome)
-        speculation = draft.speculate(outcome)
+    narrator = Narrator(s, job.tokenizer, decoder.speculator, texts)
+    with (patch.object(sampling, "verify", narrator.verify),
+          patch.object(job.draft, "causal", narrator.trunk),
+          patch.object(decoder.speculator, "speculate", narrator.speculate)):
+        decode(decoder.target, decoder.speculator, texts)
     print(f"\n{visible(job.texts[0] + job.tokenizer.decode(texts.new[0]))}")
 
 

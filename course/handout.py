@@ -6,19 +6,20 @@
 
 A function keeps its signature and its docstring; its body becomes `raise NotImplementedError`. It
 is found by its name: the program carries no marks of this. What would show a solution is not handed
-out: the proofs plant mistakes in lines that they quote, and this folder's tests hold solutions.
+out: the program's own tests plant mistakes in lines that they quote, this folder's hold solutions.
 """
 import argparse
 import ast
 import shutil
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 GIVEN = ("LICENSE", "README.md", "requirements.txt", "sampling.py", "cache.py", "target_worker.py",
-         "draft_worker.py", "saguaro.py", "bench.py", "figures", "tiny", "runtime/*.py",
-         "course/explain.py")
-AFTERWARDS = ("test_equivalence.py", "runtime/test_*.py")  # quote solutions
+         "draft_worker.py", "saguaro.py", "bench.py", "test_equivalence.py", "runtime/*.py",
+         "figures/*", "tiny/*", "tiny/*/*", "course/explain.py", "course/SHEET.md",
+         "course/grading.py")
 RENAMED = {"course/SHEET.md": "SHEET.md", "course/grading.py": "test_exercises.py"}
 
 
@@ -47,45 +48,36 @@ EXERCISES = {
 
 def replaced(source: str, name: str, body: str) -> str:
     """The source of a module with another body for the function `name` (or `Class.function`), below
-    its docstring."""
+    its docstring, which it must have."""
     node, lines = ast.parse(source), source.splitlines()
     for part in name.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == part)
-    documented = ast.get_docstring(node) is not None
-    start = node.body[0].end_lineno if documented else node.body[0].lineno - 1
-    indent = " " * node.body[0].col_offset
-    new = [indent + line if line else "" for line in body.strip("\n").splitlines()]
-    return "\n".join(lines[:start] + new + lines[node.end_lineno:]) + "\n"
+    docstring = node.body[0]
+    new = textwrap.indent(body.strip("\n"), " " * docstring.col_offset)
+    return "\n".join([*lines[:docstring.end_lineno], new, *lines[node.end_lineno:]]) + "\n"
 
 
-def unsolved(source: str, module: str, numbers: list[int]) -> str:
-    for number in numbers:
-        for function in EXERCISES[number].functions:
-            home, name = function.split(".", 1)
-            if home == module:
-                body = f'raise NotImplementedError("exercise {number}: {EXERCISES[number].title}")'
-                source = replaced(source, name, body)
-    return source
+def missing(number: int) -> str:
+    """What a student finds in place of a body."""
+    return f'raise NotImplementedError("exercise {number}: {EXERCISES[number].title}")'
 
 
 def write(folder: Path, numbers: list[int], afterwards: bool = False) -> None:
-    """A copy of the program in `folder`, without the bodies of the exercises `numbers`."""
-    chosen = [file for pattern in GIVEN for found in sorted(ROOT.glob(pattern))
-              for file in (sorted(found.rglob("*")) if found.is_dir() else [found])]
-    quoting = [file for pattern in AFTERWARDS for file in ROOT.glob(pattern)]
-    files = {file: file.relative_to(ROOT) for file in chosen + quoting if file.is_file()
-             and "__pycache__" not in file.parts and (afterwards or file not in quoting)}
-    for file, place in (files | {ROOT / old: Path(new) for old, new in RENAMED.items()}).items():
-        copy = folder / place
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)
-        if len(place.parts) == 1 and file.suffix == ".py":
-            copy.write_text(unsolved(file.read_text("utf-8"), file.stem, numbers), "utf-8")
-    marks = "".join(f"    exercise{number}: {exercise.title}, {exercise.points} points\n"
-                    for number, exercise in EXERCISES.items())
-    slow = "    slow: more than a student waits for in an edit loop\n"
+    """A copy of the program in `folder`, without the bodies of the exercises `numbers`; the
+    program's own tests come `afterwards`."""
+    for file in (file for pattern in GIVEN for file in sorted(ROOT.glob(pattern))):
+        place = file.relative_to(ROOT).as_posix()
+        if file.is_file() and (afterwards or not file.name.startswith("test_")):
+            copy = folder / RENAMED.get(place, place)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    for number in numbers:
+        for module, name in (function.split(".", 1) for function in EXERCISES[number].functions):
+            file = folder / f"{module}.py"
+            file.write_text(replaced(file.read_text("utf-8"), name, missing(number)), "utf-8")
     (folder / ".pytest.ini").write_text(
-        f"[pytest]\npythonpath = .\naddopts = --tb=short\nmarkers =\n{slow}{marks}")
+        "[pytest]\npythonpath = .\naddopts = --tb=short\n"
+        "filterwarnings = ignore::pytest.PytestUnknownMarkWarning\n")
 
 
 def main() -> None:
@@ -99,7 +91,7 @@ def main() -> None:
     s = parser.parse_args()
     if s.folder.exists() and (not s.folder.is_dir() or any(s.folder.iterdir())):
         parser.exit(2, f"handout.py: error: {s.folder} is there: name a new or an empty folder\n")
-    numbers = [] if s.solutions else s.only or list(EXERCISES)
+    numbers = [] if s.solutions else sorted(set(s.only or EXERCISES))
     write(s.folder, numbers, s.solutions)
     print(f"{s.folder}: {len(numbers)} exercises, "
           f"{sum(EXERCISES[number].points for number in numbers)} points; read SHEET.md there")

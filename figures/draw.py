@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from cache import critical_batch_size, fit_power_law
+from cache import critical_batch_size, fit_power_law, throughput
 from runtime.model import fit_vocabulary
 from runtime.settings import write_json
 from sampling import Warping, residual, saguaro_distribution
@@ -14,6 +14,7 @@ INK = ("#12365c", "#d1662b", "#8aa36b", "#a9a9a9")  # from dark to light: differ
 STYLES = [{"color": colour, "marker": marker, "linestyle": dashes, "markersize": 4.5}
           for colour, marker, dashes in zip(INK, "os^D", ("-", "--", ":", "-."))]
 THIN = {"marker": "", "linewidth": 0.8}
+DRAWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # fan-outs with a marker
 
 
 def words(key: str) -> str:
@@ -25,7 +26,8 @@ def figure(job, name: str, row, shown: list) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
-             "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
+             "legend.frameon": False, "legend.fontsize": 8,
+             "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"],
              "svg.hashsalt": name}  # a fixed salt: same figures, same file
     with pyplot.rc_context(style):
         rows, columns = row.grid
@@ -86,7 +88,8 @@ def fan_out(job, shown: list, axes) -> None:
             miss, F = 1 - ranks.cumsum(0)[:-1] / ranks.sum(), torch.arange(1, len(ranks))
             some, r = miss > 0, fit_power_law(miss)
             scale = (miss[some].log() + r * F[some].log()).mean().exp()
-            ax.plot(F[some], miss[some], **style | {"linestyle": ""}, label=f"temperature "
+            drawn = some & (F[:, None] == torch.tensor(DRAWN)).any(1)
+            ax.plot(F[drawn], miss[drawn], **style | {"linestyle": ""}, label=f"temperature "
                     f"{c.value:g}: r = {r:.2f} ({int(ranks.sum())} tokens)")
             ax.plot(F, scale * F ** -r, **style | THIN)
         ax.set(xscale="log", yscale="log", ylim=(0.005, 1), title=f"after the {title}",
@@ -118,6 +121,22 @@ def bars(job, shown: list, axes) -> None:
         ax.set(title=f"C = {C:g}; grey: cached", ylim=(0, 1), ylabel="probability")
         ax.set_xticks(places, labels)
     axes[2].legend()
+
+
+def drafters(job, shown: list, axes) -> None:
+    """Theorem 7's prediction for D drafters with a first budget each: the hits of D budgets, and
+    the T_p of one."""
+    budget = min(c.value for c in shown if c.value)
+    for name, style in zip(dict.fromkeys(c.name for c in shown), STYLES):
+        found = {c.value / budget: c.figures() for c in shown if c.name == name}
+        numbers, one = [D for D in found if D >= 1], found[1]
+        speeds = [throughput(found[D]["hit_rate"], found[D]["E_hit"], found[D]["E_miss"] or 0.0,
+                             one["T_p"], one["T_b"]) for D in numbers]
+        axes[3].plot(numbers, [speed / speeds[0] for speed in speeds], label=name, **style)
+    axes[3].set_xticks(numbers, map("{:g}".format, numbers))
+    axes[3].set(xscale="log", xlabel=f"drafters, each with budget {budget}", ylim=(0, None),
+                ylabel="predicted speed over one drafter's")
+    axes[3].minorticks_off()
 
 
 def timeline(job, shown: list, axes) -> None:

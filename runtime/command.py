@@ -383,7 +383,7 @@ class Display:
             print(f"  colours              {self.CACHE}from the cache{self.PLAIN}, {self.BACKUP}"
                   f"from a backup{self.PLAIN}, {self.UNDERLINED}bonus token{self.PLAIN}")
         for name, title, form, meaning in REPORT:
-            if summary[name] is not None:
+            if summary[name] is not None and (name, s.mode) != ("hit_rate", "sd"):
                 print(f"  {title:21}{summary[name]:7{form}}   {meaning}")
         worth = predicted_speedups(s, summary)
         if worth:

@@ -6,9 +6,11 @@ from here, and the second rank is started before the first begins to import them
 import argparse
 import atexit
 import json
+import math
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -107,7 +109,7 @@ class Settings:
             check_writable("--json", self.json)
 
     def check_numbers(self) -> None:
-        inf = float("inf")
+        inf = math.inf
         for name, least, most in (
                 ("max_new_tokens", 1, inf), ("batch_size", 1, inf), ("temperature", 0, 1e9),
                 ("top_k", 0, inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 2),
@@ -168,6 +170,8 @@ def read_prompts(settings: Settings) -> list[str]:
 
 def read_json_lines(path: str) -> list[str]:
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("not a file that every rank can read for itself")
         lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 is no end
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
@@ -222,7 +226,7 @@ def rank() -> int:
 def begin(kind: type[Settings]) -> Settings:
     """The settings of this run, before anything heavy is imported. torchrun starts all ranks;
     `python saguaro.py` is rank 0, and starts the drafters' ranks itself."""
-    signal.signal(signal.SIGINT, interrupt)
+    heed_ctrl_c()
     launched = "RANK" in os.environ  # by torchrun, or by another rank
     try:
         settings = parse(kind)
@@ -239,10 +243,23 @@ def begin(kind: type[Settings]) -> Settings:
     return settings
 
 
-def interrupt(*_) -> None:
-    interrupted.set()
-    if not decoding.is_set():
-        os._exit(130)
+def heed_ctrl_c() -> None:
+    """Decoding ends at the next round; before it, and at a second Ctrl-C, everything ends at once.
+    A thread sees to that: the main one may be waiting for a rank that has stopped."""
+    keys, pressed = socket.socketpair()
+    pressed.setblocking(False)
+    signal.set_wakeup_fd(pressed.detach())
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+    def wait() -> None:
+        before = math.inf
+        while keys.recv(1):
+            if not decoding.is_set() or time.monotonic() > before + 1:
+                os._exit(130)  # not at once: torchrun passes on what the terminal has sent already
+            interrupted.set()
+            before = min(before, time.monotonic())
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def launch_drafters(count: int) -> None:
@@ -267,6 +284,9 @@ def end_with(child: subprocess.Popen) -> None:
     status = child.wait()
     if status:
         time.sleep(2)  # this rank may find out by itself, and say so
+        if status != 2:  # then the draft's rank has said why
+            print(f"{Path(sys.argv[0]).name}: a draft's rank has ended with status {status}",
+                  file=sys.stderr, flush=True)
         os._exit(2 if status == 2 else 1)
 
 
