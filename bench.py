@@ -84,9 +84,8 @@ from figures import draw
 from runtime.command import Run, Stats, run
 from saguaro import Decoder
 
-WARM_UP, LEAST = 8, 3  # tokens; turns
+WARM_UP, LEAST, LOOKUP_TOKENS = 8, 3, 10  # tokens; turns; as in transformers' examples
 SLOWER = {0: 3.0, 2: 1.0}  # after so many turns, who is so many times slower than the best is out
-LOOKUP_TOKENS, OWN = 10, 0  # as in transformers' examples; K of assisted decoding: its own schedule
 COLUMNS = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss", "T_v in ms", "T_p",
            "T_b", "utilisation", "Theorem 7", "share of it", "E_hit / T_v", "share of that")
 
@@ -116,7 +115,7 @@ def comparison(s: BenchSettings, temperature: float) -> Sweep:
         "SSD, look-up": tried | {"backup": "fast"},
         **(noisy if temperature else {}),
         "generate": {"mode": "generate"},
-        "assisted": {"mode": "assisted", "lookahead": (OWN, s.lookahead)},
+        "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
         "prompt look-up": {"mode": "lookup", "lookahead": LOOKUP_TOKENS}})
 
 
@@ -174,10 +173,10 @@ class Competitor:
         self.turns = max(LEAST, math.ceil(len(job.prompts) / s.batch_size))
 
     def __str__(self) -> str:
-        drafts = self.settings.mode not in ("ar", "generate")
-        plural, lookahead = "s" * (self.threads > 1), f", K {self.settings.lookahead}" * drafts
-        budget = f", budget {self.settings.budget}" * (self.settings.mode == "ssd")
-        return f"{self.threads} thread{plural}{lookahead}{budget}"
+        s, plural = self.settings, "s" * (self.threads > 1)
+        drafts = f", K {s.lookahead}" * (s.mode not in ("ar", "generate"))
+        prepares = f", budget {s.budget}" * (s.mode == "ssd")
+        return f"{self.threads} thread{plural}{drafts}{prepares}"
 
     def take_turn(self, turn: int, max_new_tokens: int) -> None:
         """Turn -1, a warm-up, does not count for the speed."""
@@ -197,8 +196,7 @@ class Competitor:
             self.texts |= zip(((size, *prompt) for prompt in prompts), texts)
 
     def figures(self) -> dict[str, Any]:
-        """`Stats.summary` of all turns, their median speed, and what Theorem 7 makes of the parts
-        measured. AR is E = 1 and nothing to wait for; plain SD never hits."""
+        """`Stats.summary` of all turns, their median speed, and Theorem 7 with these parts."""
         stats, found, speed = self.stats, self.stats.summary(), statistics.median(self.speeds)
         mean = found["tokens_per_second"]
         found |= {"tokens/s": speed, "tokens/s of one row": speed / self.settings.batch_size,
@@ -285,9 +283,9 @@ def generate(job: Run, s: BenchSettings, prompts: list[list[int]], stats: Stats)
         options |= {"temperature": float(s.temperature), "top_k": s.top_k, "top_p": s.top_p}
     if s.mode == "lookup":
         options["prompt_lookup_num_tokens"] = s.lookahead
-    if s.mode == "assisted":
+    if s.mode == "assisted":  # K = 0: with its own schedule
         constant = {"num_assistant_tokens": s.lookahead, "assistant_confidence_threshold": 0.0,
-                    "num_assistant_tokens_schedule": "constant"} if s.lookahead != OWN else {}
+                    "num_assistant_tokens_schedule": "constant"} if s.lookahead else {}
         job.draft.network.generation_config = GenerationConfig(pad_token_id=0, **constant)
         options["assistant_model"] = job.draft.network
 

@@ -339,7 +339,7 @@ def test_the_readme_names_what_exists():
     for owner, name in names:
         assert hasattr((rooms | classes)[owner], name), f"{owner}.{name}"
     known = {f"--{field.name.replace('_', '-')}" for field in fields(bench.BenchSettings)}
-    foreign = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}  # torchrun's
+    foreign = {"--help", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known | foreign
 
 
