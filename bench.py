@@ -104,15 +104,14 @@ class Sweep(NamedTuple):
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
     """A sweep without figure. Whoever samples is compared without public noise, too."""
     plain = {"no_public_noise": True}
-    tried = {"lookahead": (3, 4, 5), "budget": (s.budget, 2 * s.budget)}
-    noisy = {"SSD, plain": tried | plain, "SSD, look-up, plain": tried | plain | {"backup": "fast"}}
+    noisy = {"SSD, plain": plain, "SSD, look-up, plain": plain | {"backup": "fast"}}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd", "lookahead": (3, 4, 5, 7)},
         "SD, look-up": {"mode": "sd", "lookahead": (5, LOOKUP_TOKENS), "backup": "fast"},
         "SSD, budget 0": {"budget": 0},
-        "SSD": tried,
-        "SSD, look-up": tried | {"backup": "fast"},
+        "SSD": {},
+        "SSD, look-up": {"backup": "fast"},
         **(noisy if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
