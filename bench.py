@@ -8,9 +8,9 @@
 All variants live in one launch and take turns, batch by batch, in rotating order, so that a machine
 that drifts drifts for all; ratios are paired by batch. Speed is that of decoding: prefill, and the
 tokens it yields, are apart. All generate as many tokens, and the same greedy text. Whoever has
-settings of its own tries several and goes on with the fastest: SD with K; who decodes alone with
-one thread or with every core that SSD uses. In units of one verification, of T_v seconds, Theorem 7
-(in a batch Corollary 16) says
+settings of its own tries several and goes on with the fastest: SD with K, SSD with the budget; who
+decodes alone with one thread or with every core that SSD uses. In units of one verification, of T_v
+seconds, Theorem 7 (in a batch Corollary 16) says
 
     speed = (p_hit E_hit + (1-p_hit) E_miss) / (p_hit max(1, T_p) + (1-p_hit) (1 + T_b)) / T_v;
 
@@ -104,14 +104,15 @@ class Sweep(NamedTuple):
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
     """A sweep without figure. Whoever samples is compared without public noise, too."""
     plain = {"no_public_noise": True}
-    noisy = {"SSD, plain": plain, "SSD, look-up, plain": plain | {"backup": "fast"}}
+    tried = {"budget": (s.budget, 2 * s.budget)}
+    noisy = {"SSD, plain": tried | plain, "SSD, look-up, plain": tried | plain | {"backup": "fast"}}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd", "lookahead": (3, 4, 5, 7)},
         "SD, look-up": {"mode": "sd", "lookahead": (5, LOOKUP_TOKENS), "backup": "fast"},
         "SSD, budget 0": {"budget": 0},
-        "SSD": {},
-        "SSD, look-up": {"backup": "fast"},
+        "SSD": tried,
+        "SSD, look-up": tried | {"backup": "fast"},
         **(noisy if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},

@@ -133,9 +133,9 @@ def drafters(job, shown: list, axes) -> None:
         speeds = [throughput(found[D]["hit_rate"], found[D]["E_hit"], found[D]["E_miss"] or 0.0,
                              one["T_p"], one["T_b"]) for D in numbers]
         axes[3].plot(numbers, [speed / speeds[0] for speed in speeds], label=name, **style)
-    axes[3].set_xticks(numbers, map("{:g}".format, numbers))
-    axes[3].set(xscale="log", xlabel=f"drafters, each with budget {budget}", ylim=(0, None),
+    axes[3].set(xscale="log", xlabel=f"drafters, each with budget {budget}", ylim=(0, 1.5),
                 ylabel="predicted speed over one drafter's")
+    axes[3].set_xticks(numbers, map("{:g}".format, numbers))
     axes[3].minorticks_off()
 
 
