@@ -1231,8 +1231,9 @@ def text_of_drafters(count: int, choices: dict) -> tuple:
 
 
 @pytest.mark.parametrize("choices", (
-    dict(temperature=0), dict(temperature=1, downweight=0.7),
-    dict(temperature=0.8, no_public_noise=True, backup="random", fan_out="5,4,2,1")), ids=str)
+    pytest.param(dict(temperature=0), marks=slow), dict(temperature=1, downweight=0.7),
+    pytest.param(dict(temperature=0.8, no_public_noise=True, backup="random", fan_out="5,4,2,1"),
+                 marks=slow)), ids=str)
 def test_drafters_who_share_a_budget_write_and_hit_what_one_does(choices):
     one = text_of_drafters(1, choices)
     assert {source for *_, source in one[1]} == {PRIMARY, BACKUP}

@@ -624,6 +624,7 @@ def write(made: saguaro.Decoder, prompts: list[list[int]], count: int) -> list[l
     return made(prompts)
 
 
+@slow
 def test_recorded_passes_write_the_same_text(tapes, monkeypatch):
     """In batches of other rows and in other buffers, for which recordings would be wrong; and in
     the same buffers for longer texts than those that were recorded."""
