@@ -30,6 +30,7 @@ class Outcome(NamedTuple):
 
     @property
     def ended(self) -> torch.Tensor:
+        """Which rows `[B]` have ended."""
         return self.num_accepted < 0
 
 
@@ -166,21 +167,21 @@ class FanOut:
         self.estimates = defaultdict(
             lambda: Estimate(BLIND_ACCEPTANCE, miss_exponent, budget), known)
         self.critical_batch_size = None
-        self.start(1)
 
     def start(self, rows: int) -> None:
-        """Choose the backup of a batch."""
+        """A batch of so many rows begins: choose its backup, and the shapes to begin with."""
         self.backup = self.choice if self.choice != "auto" else self.choose_backup(rows)
         self.shapes = [self.shape("primary"), self.shape(self.backup)]  # PRIMARY's, BACKUP's
 
     def shape(self, name: str) -> list[int]:
+        """F_0..F_K for the verification of a speculation of this source."""
         estimate = self.estimates[name]
         return fan_out_shape(self.policy, self.budget, self.lookahead, estimate.acceptance_rate,
                              estimate.miss_exponent)
 
     def observe(self, source: torch.Tensor, outcome: Outcome, rank: torch.Tensor) -> None:
-        """The verification of speculations from `source`, `[B]`, and the `rank` of the bonus token
-        among the draft's guesses."""
+        """Count a verification: who drafted, `source` `[B]`; its outcome; and the `rank` `[B]` of
+        the bonus token among the draft's guesses, 0 for the first."""
         for kind, name in ((PRIMARY, "primary"), (BACKUP, self.backup)):
             rows = ~outcome.ended & (source == kind)
             if rows.any():
@@ -198,6 +199,7 @@ class FanOut:
         return "neural" if rows < self.critical_batch_size else "fast"
 
     def report(self) -> dict[str, Any]:
+        """What was learnt and chosen, for --json."""
         primary, backup = self.estimates["primary"], self.estimates[self.backup]
         b = self.critical_batch_size
         return {"acceptance_rate_primary": primary.acceptance_rate,

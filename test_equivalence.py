@@ -1222,11 +1222,10 @@ class Drafters:
 def text_of_drafters(count: int, choices: dict) -> tuple:
     """Text, and all rounds with their sources, by drafters who share a budget of 12."""
     net, ranks = network(), [SimpleNamespace(rank=1 + d, shards=1) for d in range(count)]
-    made = decoder(net, imitation(net, 0.15), drafters=count, budget=12 // count,
-                   max_new_tokens=25, **choices)
+    draft = imitation(net, 0.15)
+    made = decoder(net, draft, drafters=count, budget=12 // count, max_new_tokens=25, **choices)
     made.speculator = Drafters([
-        made.draft_worker(CausalLM(imitation(net, 0.15)), made.target.warping, rank)
-        for rank in ranks])
+        made.draft_worker(CausalLM(draft), made.target.warping, rank) for rank in ranks])
     return texts_and_rounds(made, RAGGED)
 
 

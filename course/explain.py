@@ -111,8 +111,7 @@ class Narrator:
         verdict = f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
         if hit:
             return say(verdict + "HIT, the answer is sent at once", BOLD, GREEN)
-        backup = self.draft.report()["learnt"]["backup"]
-        say(f"{verdict}MISS, the {backup} backup drafts", BOLD, YELLOW)
+        say(f"{verdict}MISS, the {self.draft.fan_out.backup} backup drafts", BOLD, YELLOW)
 
     def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> bool:
         """Every guessed outcome, the speculation prepared for it; was the outcome one of them?"""

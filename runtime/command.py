@@ -79,8 +79,8 @@ class Ranks:
                             "target; start more")
         self.shards = self.world - drafters  # ranks that hold the target
         self.holds_target = self.rank < self.shards
-        self.drafts = not self.holds_target if drafters else self.rank == 0 and s.mode != "ar"
         self.drafters = list(range(self.shards, self.world)) or [0]
+        self.drafts = self.rank in self.drafters and s.mode != "ar"
         self.device = torch.device("cuda", local) if local < gpus else torch.device("cpu")
         # a GPU if every rank has one, for tensors that travel from device to device
         self.wire_device = self.device if here <= gpus else torch.device("cpu")

@@ -271,9 +271,9 @@ def launch_drafters(count: int) -> None:
                    "LOCAL_WORLD_SIZE": world}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
-    for rank in map(str, range(count, -1, -1)):
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
-        if rank != "0":  # this process
+    for number in range(count, -1, -1):  # 0 is this process
+        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+        if number:
             child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]])
             threading.Thread(target=end_with, args=(child,), daemon=True).start()
             atexit.register(child.kill)

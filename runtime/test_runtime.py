@@ -254,7 +254,7 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
 CONFIG = set("""prompt prompts target draft mode max_new_tokens batch_size temperature top_k top_p
              seed ignore_eos apply_chat_template lookahead budget fan_out acceptance_rate
              miss_exponent downweight backup no_early_outcome dtype device eager json
-             no_public_noise""".split())
+             no_public_noise drafters""".split())
 STATS = set("""tokens seconds tokens_per_second rounds tokens_per_round acceptance_rate hit_rate
             E_hit E_miss verifier_utilisation T_p T_b prefill_seconds""".split())
 LEARNT = set("""acceptance_rate_primary acceptance_rate_backup miss_exponent bonus_ranks fan_out
@@ -266,7 +266,8 @@ OUTPUT = {"prompt", "text", "tokens", "finish_reason"}
 def test_the_json_file_holds_what_it_always_held(mode, pair, tmp_path):
     assert obey("saguaro.py", *pair, "--mode", mode, "--json", tmp_path / "out")[0] == 0
     config, outputs, stats = read(tmp_path / "out").values()
-    assert CONFIG <= config.keys() and STATS | (LEARNT if mode == "sd" else set()) <= stats.keys()
+    assert config.keys() == CONFIG
+    assert stats.keys() == STATS | (LEARNT if mode == "sd" else set())
     assert all(output.keys() == OUTPUT for output in outputs)
     assert [output["prompt"] for output in outputs] == ["def f(x):", "class A:", "x"]
     assert stats["tokens"] == 36 and {output["finish_reason"] for output in outputs} == {"length"}
