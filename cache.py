@@ -231,6 +231,13 @@ def likely_outcomes(scores: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
     return Outcome(guessed.nonzero()[:, 1].view(rows, -1), ranked[guessed].view(rows, -1))
 
 
+def bonus_rank(scores: torch.Tensor, outcome: Outcome) -> torch.Tensor:
+    """How many tokens had a higher score `[B, K+1, V]` than the bonus token, `[B]`: of a hit, fewer
+    than F_k."""
+    at_k = scores[torch.arange(len(scores)), outcome.num_accepted]
+    return (at_k > at_k.gather(1, outcome.bonus[:, None].to(scores.device))).sum(1).cpu()
+
+
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
     """Which of the guesses `[B, n]` is the outcome `[B]`?"""
     return ((guesses.num_accepted == outcome.num_accepted[:, None])

@@ -20,7 +20,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 
 import sampling
-from cache import (BACKUP, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache,
+from cache import (BACKUP, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache, bonus_rank,
                    likely_outcomes, matches)
 from runtime.model import CausalLM, Stopwatch
 
@@ -54,6 +54,15 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
     itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
     visible = torch.cat([torch.arange(trunk) < fork[..., None], itself], 2)
     return Tree(fork, trunk + torch.arange(lookahead * n).view(lookahead, n), visible)
+
+
+def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    """The next token of every branch: logits `[B, n, V]` after tokens `[B, n]`, number `step` of
+    their branches."""
+    later = tree.slots[step + 1:].numel()  # slots that are still empty
+    visible = tree.visible[..., :tree.visible.shape[-1] - later]
+    slots = tree.slots[step].expand(len(tokens), -1)
+    return model.forward(tokens, tree.positions + step, slots, visible)
 
 
 class DraftWorker:
@@ -121,17 +130,6 @@ class DraftWorker:
         self.text.scatter_(1, end[:, None], outcome.bonus[:, None])
         self.length, self.outcome = end + 1, outcome
 
-    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int) -> Drafted:
-        """Tokens `[...]` drawn from logits `[..., V]` with coins `[...]`, and the distributions
-        they were drawn from; when greedy the likeliest tokens, and nothing. `fan_out` is F_{i-1}
-        for token s_i: the guesses that the cache will hold at the position that verifies it (Def.
-        14)."""
-        if self.warping.greedy:
-            return logits.argmax(-1), logits[..., :0]
-        q = self.warping.probabilities(logits)
-        q = sampling.saguaro_distribution(q, fan_out, self.downweight)
-        return sampling.inverse_cdf(q, coins), q
-
     def neural_backup(self) -> Drafted:
         """The draft model, one pass per token. The first pass takes the last two verified tokens:
         if all K tokens of a neural backup were accepted and no trunk pass followed, the KV of the
@@ -144,7 +142,7 @@ class DraftWorker:
             logits = self.model.causal(tokens, start)[:, -1]
             start = start + tokens.shape[1]
             F = self.fan_out.shapes[BACKUP][step]
-            drafted.append(self.draw(logits, coins[step], F))
+            drafted.append(self.warping.draw(logits, coins[step], F, self.downweight))
             tokens = drafted[-1][0][:, None]
         return tuple(torch.stack(parts, 1) for parts in zip(*drafted))
 
@@ -166,7 +164,9 @@ class DraftWorker:
 
         The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there
         already; if it is none of the guesses, no branch is worth growing."""
-        self.learn()
+        if self.scores is not None and self.scores.shape[1] > 1:  # round 0 verified nothing
+            rank = bonus_rank(self.scores, self.outcome)  # learnt only now, while time is free
+            self.fan_out.observe(self.judged, self.outcome, rank)
         if not self.fan_out.budget:
             return
         device, prepared = self.model.device, []
@@ -182,9 +182,9 @@ class DraftWorker:
             if outcome and not matches(guesses, outcome).any():
                 return
             with self.watch("step"):
-                logits = self.tree_pass(tree, tokens, step)
+                logits = tree_pass(self.model, tree, tokens, step)
                 F = self.fan_out.shapes[PRIMARY][step]
-                prepared.append(self.draw(logits, coins[step], F))
+                prepared.append(self.warping.draw(logits, coins[step], F, self.downweight))
                 tokens = prepared[-1][0]
         self.cache = SpeculationCache(guesses, *(torch.stack(part, 2) for part in zip(*prepared)))
 
@@ -206,29 +206,10 @@ class DraftWorker:
         outcomes = likely_outcomes(self.scores, torch.tensor(shapes)[self.verifying.source])
         return Outcome(*(part.cpu() for part in outcomes))
 
-    def tree_pass(self, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        """The next token of every branch: logits `[B, n, V]` after tokens `[B, n]`, number `step`
-        of their branches."""
-        rows, n = tokens.shape
-        used = tree.visible.shape[-1] - (self.lookahead - 1 - step) * n  # the rest is empty
-        return self.model.forward(tokens, tree.positions + step, tree.slots[step].expand(rows, -1),
-                                  tree.visible[..., :used])
-
     def coins(self, *shape: int) -> torch.Tensor:
-        """Uniform random numbers in [0, 1) on the model's device, from the draft's own
-        generator."""
+        """Uniform random numbers in [0, 1), from the draft's own generator."""
         coins = torch.rand(shape, generator=self.generator, dtype=torch.float64)
         return coins.to(self.model.device)
-
-    def learn(self) -> None:
-        """Let the estimates see the last outcome. Called while the target verifies, when time is
-        free."""
-        if self.scores is None or self.scores.shape[1] == 1:  # round 0 verified nothing
-            return
-        k, bonus = self.outcome
-        scores = self.scores[torch.arange(len(k)), k]
-        likelier = scores > scores.gather(1, bonus[:, None].to(scores.device))
-        self.fan_out.observe(self.judged, self.outcome, likelier.sum(1).cpu())
 
     def report(self) -> dict[str, Any]:
         """"times": (seconds, count) of trunk passes, tree steps and backups since the last call;

@@ -48,6 +48,17 @@ class Warping:
             warped = warp(None, warped)
         return warped.view_as(logits).softmax(-1)
 
+    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int,
+             downweight: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the draft draws with coins `[...]` for logits `[..., V]`: tokens `[...]`, and the
+        distributions `[..., V]` they were drawn from; when greedy the likeliest tokens, and V = 0.
+        `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position
+        that verifies it (Def. 14)."""
+        if self.greedy:
+            return logits.argmax(-1), logits[..., :0]
+        q = saguaro_distribution(self.probabilities(logits), fan_out, downweight)
+        return inverse_cdf(q, coins), q
+
 
 def inverse_cdf(p: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """One token `[...]` for every distribution `[..., V]`, normalised or not, and float64 coin

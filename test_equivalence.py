@@ -1003,18 +1003,18 @@ def replace_line(monkeypatch, owner, name: str, right: str, wrong: str) -> None:
     monkeypatch.setattr(owner, name, planted[name])
 
 
-DRAWN = "return sampling.inverse_cdf(q, coins), q"
+DRAWN = "return inverse_cdf(q, coins), q"
 JUDGED = "p = self.warping.probabilities(logits)"
 MISTAKES = {
     "q reported without the C-rescaling":
-        (DraftWorker, "draw", DRAWN,
-         "return sampling.inverse_cdf(q, coins), self.warping.probabilities(logits)"),
+        (Warping, "draw", DRAWN,
+         "return inverse_cdf(q, coins), self.probabilities(logits)"),
     "temperature applied to p and to the draw, but not to the reported q":
-        (DraftWorker, "draw", DRAWN, "return sampling.inverse_cdf(q, coins), logits.softmax(-1)"),
+        (Warping, "draw", DRAWN, "return inverse_cdf(q, coins), logits.softmax(-1)"),
     "temperature applied to q only":
         (TargetWorker, "verify", JUDGED, "p = logits.softmax(-1)"),
     "greedy drafts reported as if drawn from q":
-        (DraftWorker, "draw", DRAWN, "return q.argmax(-1), q"),
+        (Warping, "draw", DRAWN, "return q.argmax(-1), q"),
     "after a miss, tokens accepted if and only if they equal the argmax":
         (TargetWorker, "verify", JUDGED, JUDGED +
          "; wrong = (drafted != p[:, :-1].argmax(-1)).double()"
@@ -1075,8 +1075,8 @@ HARMLESS = {
         (draft_worker, "tree_layout", "trunk + torch.arange(lookahead * n)",
          "1 + torch.arange(lookahead * n)"),
     "a draft that guesses at random":
-        (DraftWorker, "draw", "q = self.warping.probabilities(logits)",
-         "q = torch.full_like(logits, 1 / logits.shape[-1])"),
+        (Warping, "draw", "self.probabilities(logits)",
+         "torch.full_like(logits, 1 / logits.shape[-1])"),
     "a draft that mistakes the public noise":
         (DraftWorker, "guess", "self.public_seed, self.row", "self.public_seed + 1, self.row"),
 }

@@ -168,8 +168,7 @@ def test_draw():
             (1, 0.5, [.4, .2, .2, .2], "drawn from sigma by the given coins"),
             (1, 1.0, [.5, .125, .25, .125], "C = 1 is ordinary sampling"),
             (0, 0.5, [1, 0, 0, 0], "greedy: the argmax, and q of width 0")):
-        draft = workers("2,1,2", temperature=temperature, downweight=downweight)[1]
-        tokens, q = draft.draw(logits, COINS.view(2, 500), 2)
+        tokens, q = sampling.Warping(temperature).draw(logits, COINS.view(2, 500), 2, downweight)
         check(f"{hint}: shares of 1000 tokens", shares(tokens), expected, 0.003)
         check(f"{hint}: what is reported is what was drawn from", q,
               torch.tensor(expected if temperature else []).expand(2, 500, -1))
@@ -289,8 +288,9 @@ def test_tree_pass():
 
     for step in (0, 1, 0, 1):  # again: what an earlier tree left in the slots must not be seen
         check(f"token {step} of a branch: its position, its slot, and what it sees",
-              draft.tree_pass(tree, grown[step], step), torch.stack([torch.stack(
-                  [plain(row, branch, step) for branch in range(3)]) for row in range(2)]))
+              draft_worker.tree_pass(draft.model, tree, grown[step], step), torch.stack(
+                  [torch.stack([plain(row, branch, step) for branch in range(3)])
+                   for row in range(2)]))
 
 
 # ---- 8. Algorithm 1 (may need the others) ----

@@ -34,14 +34,14 @@ EXERCISES = {
                 ("sampling.acceptance_probability", "sampling.residual")),
     2: Exercise("lossless verification of a batch", 15, ("sampling.verify",)),
     3: Exercise("Definition 14, Saguaro sampling", 10,
-                ("sampling.saguaro_distribution", "draft_worker.DraftWorker.draw")),
+                ("sampling.saguaro_distribution", "sampling.Warping.draw")),
     4: Exercise("Theorem 12", 15, ("cache.acceptance_distribution", "cache.geometric_fan_out")),
     5: Exercise("Definitions 4 and 10", 10, ("cache.likely_outcomes", "cache.matches",
                                              "cache.SpeculationCache.look_up")),
     6: Exercise("Theorem 7, Corollary 16, Theorem 17", 15,
                 ("cache.expected_tokens", "cache.throughput", "cache.critical_batch_size")),
     7: Exercise("tree attention", 15,
-                ("draft_worker.tree_layout", "draft_worker.DraftWorker.tree_pass")),
+                ("draft_worker.tree_layout", "draft_worker.tree_pass")),
     8: Exercise("Algorithm 1", 10, ("draft_worker.DraftWorker.speculate",
                                     "draft_worker.DraftWorker.pre_speculate", "saguaro.serve"))}
 

@@ -58,11 +58,11 @@ weight = torch.where(top, downweight * z.exp(), z.exp())
 return torch.where(weight.sum(-1, keepdim=True) > 0, weight / weight.sum(-1, keepdim=True), q)""", {
         "C is taken off the logits": ("downweight * z.exp()", "(z - downweight).exp()"),
         "sums up to less than 1": ("weight / weight.sum(-1, keepdim=True)", "weight")}),
-    "draft_worker.DraftWorker.draw": ("""
-if self.warping.greedy:
+    "sampling.Warping.draw": ("""
+if self.greedy:
     return logits.max(-1).indices, logits[..., :0]
-plain = self.warping.probabilities(logits)
-q = sampling.saguaro_distribution(plain, fan_out, self.downweight)
+plain = self.probabilities(logits)
+q = saguaro_distribution(plain, fan_out, downweight)
 tokens = (q.double().cumsum(-1) <= coins[..., None] * q.double().sum(-1, keepdim=True)).sum(-1)
 return tokens, q""", {
         "draws from sigma, reports q": ("tokens, q", "tokens, plain"),
@@ -142,12 +142,12 @@ for b in range(B):
 return Tree(length[:, None] + num_accepted, slots, visible)""", {
         "branches see the whole trunk": (":length[b] + num_accepted[b, j]", ":trunk"),
         "branches see each other": ("slots[:, j]", "slots")}),
-    "draft_worker.DraftWorker.tree_pass": ("""
+    "draft_worker.tree_pass": ("""
 visible = tree.visible.clone()
-for later in range(step + 1, self.lookahead):
+for later in range(step + 1, len(tree.slots)):
     visible[..., tree.slots[later]] = False
 slots = tree.slots[step].repeat(len(tokens), 1)
-return self.model.forward(tokens, tree.positions + step, slots, visible)""", {
+return model.forward(tokens, tree.positions + step, slots, visible)""", {
         "a branch stays at one position": ("tree.positions + step", "tree.positions"),
         "branches see stale slots": ("range(step + 1,", "range(99,"),
         "every step in the first step's slots": ("tree.slots[step]", "tree.slots[0]")}),
