@@ -6,7 +6,8 @@
 What two ranks do at the same time (Algorithm 1) happens here one after the other, and is shown: the
 speculation under verification, every guessed outcome (k, t*) with the draft's probability of t*
 after k accepted tokens, the speculation prepared for it, and the outcome. This is the paper's
-Fig. 2 with real tokens. The loop is the program's own, and so are the workers: we only listen.
+Fig. 2 with real tokens. The loop is the program's own, and so are the workers: we only listen where
+the target decides, and to the draft's passes.
 """
 import os
 import sys
@@ -45,7 +46,7 @@ SETTINGS = begin(ExplainSettings) if __name__ == "__main__" else None  # importi
 import torch
 
 import sampling
-from cache import BACKUP, PRIMARY, Outcome, Speculation
+from cache import BACKUP, PRIMARY
 from draft_worker import DraftWorker
 from runtime.command import Run, Stats, Texts, run, visible
 from saguaro import Decoder, decode
@@ -61,64 +62,52 @@ def say(line: str, *codes: int) -> None:
     print(f"\033[{';'.join(map(str, codes))}m{line}\033[0m" if codes and COLOUR else line)
 
 
-class Heard:
-    """A function that remembers what it was last given, and what it gave."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, *given, **named):
-        self.given, self.gave = given, self.function(*given, **named)
-        return self.gave
-
-
 class Narrator:
-    """Tells the rounds of one text, from what is heard of `verify` and of the draft's passes."""
+    """Tells the rounds of one text; `verify` and `draft_pass` stand where the program has its
+    own."""
 
     def __init__(self, s: ExplainSettings, tokenizer, draft: DraftWorker, texts: Texts):
         self.settings, self.tokenizer, self.draft, self.texts = s, tokenizer, draft, texts
         self.warping = sampling.Warping(s.temperature or 1.0, s.top_k, s.top_p)
-        self.verify, self.trunk = Heard(sampling.verify), Heard(draft.model.causal)
-        self.respond, self.number, self.speculation = draft.speculate, 0, Speculation.empty(1)
+        self.own_verify, self.own_pass, self.number = sampling.verify, draft.model.causal, 0
 
-    def speculate(self, outcome: Outcome) -> Speculation:
-        """As the draft does it, after telling what it did while the target verified."""
+    def draft_pass(self, *given, **named) -> torch.Tensor:
+        self.logits = self.own_pass(*given, **named)
+        return self.logits
+
+    def verify(self, p, tokens, q, coins, keys):
+        """As the target does it; meanwhile the draft pre-speculates, and all of it is told."""
         self.draft.pre_speculate()
-        self.tell()
-        if self.number == self.settings.rounds:
-            self.texts.going_on[:] = False  # the loop ends here
+        verdict = self.own_verify(p, tokens, q, coins, keys)
+        drafted, (k, bonus) = tokens[0].tolist(), map(int, verdict)
+        source, colour = SOURCES[int(self.draft.verifying.source)]
+        if drafted:
+            say(f"\nround {self.number}   verifying  [ {self.words(drafted)} ]   ({source})", BOLD,
+                colour)
+        else:
+            say("round 0   the target reads the prompt, the draft guesses its first token", BOLD)
+        hit = self.tell_guesses(drafted, k, bonus)
+        if drafted and self.settings.temperature:
+            self.tell_coins(drafted, k, p[0], q[0], coins[0])
+        then = f"MISS, the {self.draft.fan_out.backup} backup drafts"
+        say(f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
+            f"{'HIT, the answer is sent at once' if hit else then}", BOLD, GREEN if hit else YELLOW)
+        if self.number == self.settings.rounds:  # here the text ends, and with it the loop
+            self.texts.rooms[0] = min(self.texts.rooms[0], len(self.texts.new[0]) + k + 1)
         self.number += 1
-        self.speculation = self.respond(outcome)
-        return self.speculation
+        return verdict
 
     def words(self, tokens: list[int]) -> str:
         spelt = (repr(self.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7")
                  for token in tokens)
         return " ".join(word if len(word) <= WORD else word[:WORD - 2] + ".." for word in spelt)
 
-    def tell(self) -> None:
-        speculation, (k, bonus) = self.speculation, map(int, self.verify.gave)
-        drafted = speculation.tokens[0].tolist()
-        source, colour = SOURCES[int(speculation.source)]
-        if self.number:
-            say(f"\nround {self.number}   verifying  [ {self.words(drafted)} ]   ({source})", BOLD,
-                colour)
-        else:
-            say("round 0   the target reads the prompt, the draft guesses its first token", BOLD)
-        hit = self.tell_guesses(drafted, k, bonus)
-        if self.number and self.settings.temperature:
-            self.tell_coins(drafted, k)
-        verdict = f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
-        if hit:
-            return say(verdict + "HIT, the answer is sent at once", BOLD, GREEN)
-        say(f"{verdict}MISS, the {self.draft.fan_out.backup} backup drafts", BOLD, YELLOW)
-
     def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> bool:
         """Every guessed outcome, the speculation prepared for it; was the outcome one of them?"""
         if not self.settings.budget:
             say("          no guesses: the budget is 0", DIM)
             return False
-        cache, logits = self.draft.cache, self.trunk.gave[0].clone()
+        cache, logits = self.draft.cache, self.logits[0].clone()
         logits[range(len(drafted)), drafted] = -torch.inf  # it would have been accepted
         probability = self.warping.probabilities(logits)
         shown = {(guess, token): f"then [ {self.words(prepared)} ]" for guess, token, prepared in
@@ -132,10 +121,8 @@ class Narrator:
                 *[BOLD, GREEN if hit else YELLOW] if came else [DIM])
         return hit
 
-    def tell_coins(self, drafted: list[int], k: int) -> None:
+    def tell_coins(self, drafted: list[int], k: int, p, q, coins) -> None:
         """p, q and the coin, token by token up to the rejection; what the bonus token is from."""
-        p, tokens, q, coins = self.verify.given[:4]
-        p, q, coins = p[0], (q if q.shape[-1] else sampling.point_mass(tokens, p))[0], coins[0]
         for i, token in enumerate(drafted[:k + 1]):
             share = min(1.0, float(p[i, token] / q[i, token]))
             say(f"      s_{i + 1} {self.words([token]):<{WORD}} p {p[i, token]:.3f}  q "
@@ -156,8 +143,7 @@ def explain(s: ExplainSettings) -> None:
     texts = Texts(job.prompts, s.max_new_tokens, job.context, decoder.eos, Stats())
     narrator = Narrator(s, job.tokenizer, decoder.speculator, texts)
     with (patch.object(sampling, "verify", narrator.verify),
-          patch.object(job.draft, "causal", narrator.trunk),
-          patch.object(decoder.speculator, "speculate", narrator.speculate)):
+          patch.object(job.draft, "causal", narrator.draft_pass)):
         decode(decoder.target, decoder.speculator, texts)
     print(f"\n{visible(job.texts[0] + job.tokenizer.decode(texts.new[0]))}")
 

@@ -13,7 +13,6 @@ import ast
 import shutil
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 GIVEN = ("LICENSE", "README.md", "requirements.txt", "sampling.py", "cache.py", "target_worker.py",
@@ -21,29 +20,19 @@ GIVEN = ("LICENSE", "README.md", "requirements.txt", "sampling.py", "cache.py", 
          "figures/*", "tiny/*", "tiny/*/*", "course/explain.py", "course/SHEET.md",
          "course/grading.py")
 RENAMED = {"course/SHEET.md": "SHEET.md", "course/grading.py": "test_exercises.py"}
-
-
-class Exercise(NamedTuple):
-    title: str
-    points: int
-    functions: tuple[str, ...]  # module.function or module.Class.function
-
-
-EXERCISES = {
-    1: Exercise("accept and residual", 10,
-                ("sampling.acceptance_probability", "sampling.residual")),
-    2: Exercise("lossless verification of a batch", 15, ("sampling.verify",)),
-    3: Exercise("Definition 14, Saguaro sampling", 10,
-                ("sampling.saguaro_distribution", "sampling.Warping.draw")),
-    4: Exercise("Theorem 12", 15, ("cache.acceptance_distribution", "cache.geometric_fan_out")),
-    5: Exercise("Definitions 4 and 10", 10, ("cache.likely_outcomes", "cache.matches",
-                                             "cache.SpeculationCache.look_up")),
-    6: Exercise("Theorem 7, Corollary 16, Theorem 17", 15,
-                ("cache.expected_tokens", "cache.throughput", "cache.critical_batch_size")),
-    7: Exercise("tree attention", 15,
-                ("draft_worker.tree_layout", "draft_worker.tree_pass")),
-    8: Exercise("Algorithm 1", 10, ("draft_worker.DraftWorker.speculate",
-                                    "draft_worker.DraftWorker.pre_speculate", "saguaro.serve"))}
+EXERCISES = {  # the title, and the functions: module.function or module.Class.function
+    1: ("accept and residual", "sampling.acceptance_probability", "sampling.residual"),
+    2: ("lossless verification of a batch", "sampling.verify"),
+    3: ("Definition 14, Saguaro sampling", "sampling.saguaro_distribution",
+        "sampling.Warping.draw"),
+    4: ("Theorem 12", "cache.acceptance_distribution", "cache.geometric_fan_out"),
+    5: ("Definitions 4 and 10", "cache.likely_outcomes", "cache.matches",
+        "cache.SpeculationCache.look_up"),
+    6: ("Theorem 7, Corollary 16, Theorem 17", "cache.expected_tokens", "cache.throughput",
+        "cache.critical_batch_size"),
+    7: ("tree attention", "draft_worker.tree_layout", "draft_worker.tree_pass"),
+    8: ("Algorithm 1", "draft_worker.DraftWorker.speculate",
+        "draft_worker.DraftWorker.pre_speculate", "saguaro.serve")}
 
 
 def replaced(source: str, name: str, body: str) -> str:
@@ -59,20 +48,20 @@ def replaced(source: str, name: str, body: str) -> str:
 
 def missing(number: int) -> str:
     """What a student finds in place of a body."""
-    return f'raise NotImplementedError("exercise {number}: {EXERCISES[number].title}")'
+    return f'raise NotImplementedError("exercise {number}: {EXERCISES[number][0]}")'
 
 
-def write(folder: Path, numbers: list[int], afterwards: bool = False) -> None:
-    """A copy of the program in `folder`, without the bodies of the exercises `numbers`; the
-    program's own tests come `afterwards`."""
+def write(folder: Path, numbers: list[int]) -> None:
+    """A copy of the program in `folder`, without the bodies of the exercises `numbers`; if there
+    are none, with the program's own tests."""
     for file in (file for pattern in GIVEN for file in sorted(ROOT.glob(pattern))):
         place = file.relative_to(ROOT).as_posix()
-        if file.is_file() and (afterwards or not file.name.startswith("test_")):
+        if file.is_file() and not (numbers and file.name.startswith("test_")):
             copy = folder / RENAMED.get(place, place)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
     for number in numbers:
-        for module, name in (function.split(".", 1) for function in EXERCISES[number].functions):
+        for module, name in (function.split(".", 1) for function in EXERCISES[number][1:]):
             file = folder / f"{module}.py"
             file.write_text(replaced(file.read_text("utf-8"), name, missing(number)), "utf-8")
     (folder / ".pytest.ini").write_text(
@@ -92,9 +81,8 @@ def main() -> None:
     if s.folder.exists() and (not s.folder.is_dir() or any(s.folder.iterdir())):
         parser.exit(2, f"handout.py: error: {s.folder} is there: name a new or an empty folder\n")
     numbers = [] if s.solutions else sorted(set(s.only or EXERCISES))
-    write(s.folder, numbers, s.solutions)
-    print(f"{s.folder}: {len(numbers)} exercises, "
-          f"{sum(EXERCISES[number].points for number in numbers)} points; read SHEET.md there")
+    write(s.folder, numbers)
+    print(f"{s.folder}: {len(numbers)} exercises; read SHEET.md there")
 
 
 if __name__ == "__main__":
