@@ -63,24 +63,20 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                       miss_exponent: float) -> list[int]:
     """F_0..F_K: the integers of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
 
-    Guess by guess, each goes where it lowers the sum most; for convex terms this greedy choice is
-    optimal, and it is Theorem 12's closed form wherever that is integral. The power law says
-    nothing of F = 0; we let the first guess halve the miss rate (0^-r counts as 2), so that a
-    small budget leaves some F_k = 0, the unlikeliest k first.
+    Every guess goes where it lowers the sum most. As further guesses for the same k lower it less
+    and less, these are simply the largest gains of all, and it is Theorem 12's closed form wherever
+    that is integral. The power law says nothing of F = 0; we let the first guess halve the miss
+    rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest k first.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
-    likelihood = acceptance_distribution(acceptance_rate, lookahead)
-    fan_out = [0] * (lookahead + 1)
-
-    def gain(k: int) -> float:
-        F = fan_out[k]
-        return likelihood[k] * ((F ** -miss_exponent if F else 2.0) - (F + 1) ** -miss_exponent)
-
-    for _ in range(budget):
-        fan_out[max(range(lookahead + 1), key=gain)] += 1
-    return fan_out
+    miss = torch.arange(1, budget + 1).double() ** -miss_exponent
+    miss = torch.cat([torch.tensor([2.0]), miss])
+    likelihood = torch.tensor(acceptance_distribution(acceptance_rate, lookahead)).double()
+    gain = likelihood[:, None] * -miss.diff()  # [K+1, budget] of guess number 1, 2, ... for each k
+    best = gain.flatten().sort(descending=True, stable=True).indices[:budget]
+    return (best // max(budget, 1)).bincount(minlength=lookahead + 1).tolist()
 
 
 def uniform_fan_out(budget: int, lookahead: int, *_) -> list[int]:

@@ -99,20 +99,22 @@ class Wire:
 
     def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
         """What the drafters know, heard by all one after the other and added up: each says its
-        `own` rows, source and tokens `[B, 1+K]`, then, if sampling, q, and zeros elsewhere. (An
-        all-reduce would do the same, and takes gloo several times as long.)"""
-        message = torch.zeros(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
-        q = torch.zeros(rows, self.lookahead, self.width, dtype=self.dtype, device=self.device)
+        `own` rows, source, tokens and, if sampling, q, `[B, 1 + K + K V]`, and zeros elsewhere. (An
+        all-reduce would do the same, and takes gloo several times as long. Floating point holds
+        every token id below 2^24.)"""
+        sizes = [1, self.lookahead, self.lookahead * self.width]
+        message = torch.zeros(rows, sum(sizes), dtype=self.dtype, device=self.device)
         for drafter in self.drafters:
-            part, part_q = torch.empty_like(message), torch.empty_like(q)
+            part = torch.empty_like(message)
             if drafter == self.rank:
-                part[:, 1:], part_q[:], part[:, 0] = (each.to(self.device) for each in own)
+                said = own.source[:, None], own.tokens, own.q.flatten(1)
+                for place, each in zip(part.split(sizes, 1), said):
+                    place.copy_(each)
             dist.broadcast(part, drafter)
             message += part
-            if q.numel():
-                dist.broadcast(part_q, drafter)
-                q += part_q
-        return Speculation(message[:, 1:], q, message[:, 0].cpu())
+        source, tokens, q = message.split(sizes, 1)
+        q = q.view(rows, self.lookahead, self.width)
+        return Speculation(tokens.long(), q, source[:, 0].long().cpu())
 
     def report(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
         """The last drafter's `own` report, heard by all."""

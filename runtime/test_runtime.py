@@ -578,6 +578,7 @@ def uneven(net):
     return net
 
 
+@slow
 def test_half_a_target_each_gives_the_logits_of_the_whole(tmp_path):
     folders = [tmp_path / name for name in SHARDED]
     networks = [uneven(network(folder.name.split(",")[0], **dict(num_key_value_heads=2) | changes))
