@@ -19,7 +19,7 @@ from 4e-3 to zero, the last 15% of them in long windows: two hours, half of them
 2.55 nats a token in windows of 256 tokens, 2.48 in windows of 512. The draft imitated the target
 of the first two stages for 530 steps and the final one for 339, 1,100 and 800 more, from 3e-3, 2e-3
 and 2e-3 down, on one core the last two: 46 and 37 minutes. All but the last 800 were in windows of
-256, but for 8% at the end, and that left it useless further on: after the 339 held-out KL(target ||
+256, but for 8% at the end, and that left it of little use further on: after the 339 held-out KL(target ||
 draft) was 0.43 nats a token at positions below 256 and 1.0 beyond; after the 1,100 it was 0.28 and
 1.3; after the 800, all in windows of 512, 0.27 everywhere. The defaults below are the same numbers
 of steps in one go, which was not tried. """
