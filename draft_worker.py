@@ -138,11 +138,10 @@ class DraftWorker:
         start = (self.length - 2).clamp(min=0)  # a row that ended at once may have one token
         tokens = self.text.gather(1, start[:, None] + torch.arange(2)).to(self.model.device)
         drafted = []
-        for step in range(self.lookahead):
+        for coin, F in zip(coins, self.fan_out.shapes[BACKUP]):
             logits = self.model.causal(tokens, start)[:, -1]
             start = start + tokens.shape[1]
-            F = self.fan_out.shapes[BACKUP][step]
-            drafted.append(self.warping.draw(logits, coins[step], F, self.downweight))
+            drafted.append(self.warping.draw(logits, coin, F, self.downweight))
             tokens = drafted[-1][0][:, None]
         return tuple(torch.stack(parts, 1) for parts in zip(*drafted))
 

@@ -12,8 +12,8 @@ processes, in the order of the paper:
 
 How does one test a *distribution*? With a vocabulary of 6 there are only 6^3 = 216 texts of three
 tokens, and the target's probability of each is a product of three softmaxes. We let SSD write
-120,000 texts and count. If the program is right, the count O of a text differs from the expected E
-by chance alone, by about sqrt(E), and Pearson's
+120,000 texts and count (in one setting; 30,000 in three others). If the program is right, the count
+O of a text differs from the expected E by chance alone, by about sqrt(E), and Pearson's
 
     chi-square = sum over texts of (O - E)^2 / E
 
