@@ -397,7 +397,7 @@ class Display:
                       "none: neural is better at every size" if b is None else f"{b:7.1f}")
             if not s.no_early_outcome:
                 print("  early outcome             on   a miss ends its tree (not in the paper)")
-        if (summary["T_p"] or 0) > 1:
+        if round(summary["T_p"] or 0, 2) > 1:
             print("  T_p > 1: the target waits for the draft; try a smaller --lookahead or "
                   "--budget")
         for name, neutral in (("top_k", 0), ("top_p", 1), ("downweight", 1)):
