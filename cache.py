@@ -71,12 +71,12 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
-    miss = torch.arange(1, budget + 1).double() ** -miss_exponent
-    miss = torch.cat([torch.tensor([2.0]), miss])
-    likelihood = torch.tensor(acceptance_distribution(acceptance_rate, lookahead)).double()
-    gain = likelihood[:, None] * -miss.diff()  # [K+1, budget] of guess number 1, 2, ... for each k
+    miss = torch.arange(budget + 1).double() ** -miss_exponent
+    miss[0] = 2.0
+    likelihood = miss.new_tensor(acceptance_distribution(acceptance_rate, lookahead))
+    gain = -miss.diff()[:, None] * likelihood  # [budget, K+1]: of guess number 1, 2, ... for each k
     best = gain.flatten().sort(descending=True, stable=True).indices[:budget]
-    return (best // max(budget, 1)).bincount(minlength=lookahead + 1).tolist()
+    return (best % (lookahead + 1)).bincount(minlength=lookahead + 1).tolist()
 
 
 def uniform_fan_out(budget: int, lookahead: int, *_) -> list[int]:

@@ -52,8 +52,8 @@ class Warping:
              downweight: float) -> tuple[torch.Tensor, torch.Tensor]:
         """What the draft draws with coins `[...]` for logits `[..., V]`: tokens `[...]`, and the
         distributions `[..., V]` they were drawn from; when greedy the likeliest tokens, and V = 0.
-        `fan_out` is F_{i-1} for token s_i: the guesses that the cache will hold at the position
-        that verifies it (Def. 14)."""
+        `fan_out` and `downweight` are Definition 14's F and C: for token s_i F_{i-1}, the guesses
+        that the cache will hold at the position that verifies it."""
         if self.greedy:
             return logits.argmax(-1), logits[..., :0]
         q = saguaro_distribution(self.probabilities(logits), fan_out, downweight)

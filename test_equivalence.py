@@ -1172,13 +1172,12 @@ def in_ranks(count: int, job, *arguments, seconds: float = 200) -> list:
 
 def decode_here(jobs: list[Settings], target, draft, batches: list) -> list[tuple]:
     """One rank's part in every job: the rounds of all batches that it saw, and the hit rate."""
-    ranks, found = Ranks(jobs[0]), []
+    ranks, found, target = Ranks(jobs[0]), [], CausalLM(target)
     ranks.join()
     torch.set_num_threads(1)
+    draft = CausalLM(draft, target.vocab_size) if ranks.drafts else None
     for s in jobs:
-        made = Decoder(
-            s, CausalLM(target).context, CausalLM(target) if ranks.holds_target else None,
-            CausalLM(draft, target.config.vocab_size) if ranks.drafts else None, ranks)
+        made = Decoder(s, target.context, target if ranks.holds_target else None, draft, ranks)
         rounds = [texts_and_rounds(made, prompts) for prompts in batches]
         found.append((rounds, made.stats.summary()["hit_rate"]))
     return found
@@ -1264,7 +1263,8 @@ def send_and_hear(dtype: torch.dtype) -> list:
     ranks, generator = Ranks(settings()), torch.Generator().manual_seed(0)
     ranks.join()
     q = torch.rand(4, 3, 11, generator=generator, dtype=dtype)
-    speculation = Speculation((q[..., 0] * 11).long(), q, torch.tensor([PRIMARY, BACKUP] * 2))
+    tokens = (q[..., 0] * 2 ** 24).long()  # larger than any vocabulary
+    speculation = Speculation(tokens, q, torch.tensor([PRIMARY, BACKUP] * 2))
     outcome = Outcome(torch.tensor([2, -1, 0, 3]), torch.tensor([1, 5, 10, 0]))
     wire, first = Wire(ranks, 3, 11, dtype), ranks.rank == 0
     heard = [*wire.outcome(4, outcome if first else None),

@@ -209,6 +209,10 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
     assert tokenizer.batch_decode(prompts) == ["<user>Why?<assistant>", "<user>How?<assistant>"]
 
 
+CONFIG = set("""prompt prompts target draft mode max_new_tokens batch_size temperature top_k top_p
+             seed ignore_eos apply_chat_template lookahead budget fan_out acceptance_rate
+             miss_exponent downweight backup no_early_outcome dtype device eager json
+             no_public_noise drafters""".split())
 STATS = set("""tokens seconds tokens_per_second rounds tokens_per_round acceptance_rate hit_rate
             E_hit E_miss verifier_utilisation T_p T_b prefill_seconds""".split())
 LEARNT = set("""acceptance_rate_primary acceptance_rate_backup miss_exponent bonus_ranks fan_out
@@ -221,7 +225,7 @@ def test_the_json_file_holds_what_it_always_held(pair, tmp_path):
         line = [*pair, "--mode", mode, "--temperature", 1, "--seed", seed]
         assert obey("saguaro.py", *line, "--json", tmp_path / "out")[0] == 0
         config, outputs, stats = read(tmp_path / "out").values()
-        assert config.keys() == {field.name for field in fields(Settings)}
+        assert config.keys() == CONFIG
         assert stats.keys() == STATS | (LEARNT if mode == "sd" else set())
         assert 0 < stats["verifier_utilisation"] <= 1 and stats["tokens"] == 36
         assert [output["prompt"] for output in outputs] == ["def f(x):", "class A:", "x"]

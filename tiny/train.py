@@ -18,11 +18,11 @@ from 4e-3 to zero, the last 15% of them in long windows: two hours, half of them
 (that last stage with compiled layers and Muon's iteration in float32, for speed). Held-out loss:
 2.55 nats a token in windows of 256 tokens, 2.48 in windows of 512. The draft imitated the target
 of the first two stages for 530 steps and the final one for 339, 1,100 and 800 more, from 3e-3, 2e-3
-and 2e-3 down, on one core the last two: 46 and 37 minutes. All but the last 800 were in windows of
-256, but for 8% at the end, and that left it of little use further on: after the 339 held-out KL(target ||
-draft) was 0.43 nats a token at positions below 256 and 1.0 beyond; after the 1,100 it was 0.28 and
-1.3; after the 800, all in windows of 512, 0.27 everywhere. The defaults below are the same numbers
-of steps in one go, which was not tried. """
+and 2e-3 down, on one core the last two: 46 and 37 minutes. Before the last 800 it had seen windows
+of 512 only at the end of each stage, and that left it of little use beyond 256 tokens: after the
+339 held-out KL(target || draft) was 0.43 nats a token at positions below 256 and 1.0 beyond; after
+the 1,100 it was 0.28 and 1.3; after the 800, all in windows of 512, 0.27 everywhere. The defaults
+below are about the same numbers of steps in one go, which was not tried. """
 import argparse
 import copy
 import math
@@ -46,6 +46,7 @@ GENERATED = ("encodings", "pydoc_data", "site-packages")  # tables, help, other 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, CONTEXT = 2048, 512  # tokens
 BATCH, SHORT = 6144, 256  # tokens a step; a short window
+LONG_AFTER = 0.92  # of the target's steps; the draft, which is cheap, has long windows only
 TARGET = dict(hidden_size=128, num_hidden_layers=24, intermediate_size=352, num_attention_heads=4)
 DRAFT_LAYERS = (0, 1, 23)  # the target's layers that the draft starts from
 
@@ -112,7 +113,8 @@ def optimisers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.opti
 
 def train(model: LlamaForCausalLM, loss_of, tokens: torch.Tensor, held_out: torch.Tensor,
           steps: int, long_after: float, learning_rate: float, folder: Path) -> None:
-    """Minimise `loss_of(batch)` (nats a token) over `steps` steps, warm-up then cosine to zero.
+    """Minimise `loss_of(batch)` (nats a token) over `steps` steps, warm-up then cosine to zero, in
+    `windows` of the share `long_after`.
     Saves the weights in bfloat16 to `folder` at every tenth of the way, with a word on the
     held-out loss."""
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +156,7 @@ def train_target(tokens: torch.Tensor, held_out: torch.Tensor, tokenizer, device
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
-    train(model, next_token_loss, tokens, held_out, steps, 0.92, 5e-3, HERE / "target")
+    train(model, next_token_loss, tokens, held_out, steps, LONG_AFTER, 5e-3, HERE / "target")
 
 
 def train_draft(tokens: torch.Tensor, held_out: torch.Tensor, device: torch.device,
@@ -184,7 +186,7 @@ def train_draft(tokens: torch.Tensor, held_out: torch.Tensor, device: torch.devi
                             for logits in (student, teacher))
         return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
-    train(draft, distillation_loss, tokens, held_out, steps, 0.0, 3e-3, HERE / "draft")
+    train(draft, distillation_loss, tokens, held_out, steps, 0, 3e-3, HERE / "draft")
 
 
 def autocast(device: torch.device):
