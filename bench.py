@@ -105,7 +105,6 @@ def comparison(s: BenchSettings, temperature: float) -> Sweep:
     """A sweep without figure. Whoever samples is compared without public noise, too."""
     plain = {"no_public_noise": True}
     tried = {"budget": (s.budget, 2 * s.budget)}
-    noisy = {"SSD, plain": tried | plain, "SSD, look-up, plain": tried | plain | {"backup": "fast"}}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd", "lookahead": (3, 4, 5, 7)},
@@ -113,7 +112,7 @@ def comparison(s: BenchSettings, temperature: float) -> Sweep:
         "SSD, budget 0": {"budget": 0},
         "SSD": tried,
         "SSD, look-up": tried | {"backup": "fast"},
-        **(noisy if temperature else {}),
+        **({"SSD, plain": tried | plain} if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
         "prompt look-up": {"mode": "lookup", "lookahead": LOOKUP_TOKENS}})

@@ -45,6 +45,7 @@ import random
 import sys
 import textwrap
 from functools import lru_cache
+from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import pytest
@@ -729,8 +730,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", MAINLY_SSD)
+@pytest.mark.parametrize("family, mode", [
+    *((family, "ssd") for family in FAMILIES),
+    *(pytest.param(family, mode, marks=slow) for family in ("Llama", "GPT-2") for mode in
+      ("ar", "sd", "ssd, early outcome"))])
 def test_greedy_text_is_that_of_generate(family, mode):
     """In hits and misses, and after full, partial and no acceptance."""
     name, changes = FAMILIES[family]
@@ -776,8 +779,9 @@ def half_pair(dtype: str):
     return [copy.deepcopy(each).to(getattr(torch, dtype)) for each in (net, imitation(net, 0.1))]
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float16", marks=slow)))
-@pytest.mark.parametrize("mode", MAINLY_SSD)
+@pytest.mark.parametrize("mode, dtype", (
+    ("ssd", "bfloat16"), *(pytest.param(*case, marks=slow) for case in (
+        ("ar", "bfloat16"), ("sd", "bfloat16"), ("ssd, early outcome", "float16")))))
 def test_in_half_precision_text_is_the_targets_within_rounding(mode, dtype):
     """A pass over K+1 tokens rounds otherwise than one over all, so near-ties may fall otherwise:
     the logit of every greedy token is within rounding of the largest."""
@@ -856,11 +860,14 @@ def exact_joint(**choices) -> torch.Tensor:
 
 
 @lru_cache(maxsize=None)
-def simulate(samples: int = SAMPLES, chunk: int = 5_000, **choices):
+def simulate(samples: int = SAMPLES, **choices):
     """Two rounds of SSD after round 0, in many rows with the same prompt: [(speculation, outcome)],
     q left out. Every chunk begins anew, with seeds of its own."""
+    chunk = min(samples, 10_000)
+    torch.set_num_threads(2)  # so many rows are worth sharing
     chunks = [run_rounds(decoder(*exact_pair(), lookahead=K, budget=4, seed=seed, **choices),
                          [PROMPT] * chunk, 2) for seed in range(0, 10 * samples // chunk, 10)]
+    torch.set_num_threads(1)
     return [(Speculation(torch.cat([s.tokens for s, _ in parts]), None,
                          torch.cat([s.source for s, _ in parts])),
              Outcome(*map(torch.cat, zip(*(o for _, o in parts))))) for parts in zip(*chunks)]
@@ -1142,7 +1149,14 @@ def forks():
     """Processes that begin with all imports done."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
     return context
+
+
+@pytest.fixture(scope="session", autouse=True)
+def import_beforehand():
+    """On the core that the first tests leave idle."""
+    forks()
 
 
 def one_rank(given: tuple) -> tuple:

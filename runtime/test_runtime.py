@@ -319,9 +319,20 @@ STRIKES = {  # what befalls two ranks that only begin: their program; a signal, 
     "a second Ctrl-C": ("decoding.set()", (signal.SIGINT, 0), 130)}
 
 
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory):
+    """The command, started by torchrun; and the folder of its output."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    job = start(folder, "torchrun", 24, sys.executable, "-m", "torch.distributed.run",
+                "--standalone", "--nproc-per-node", "2")
+    yield job, folder
+    with suppress(ProcessLookupError):
+        os.killpg(job.pid, signal.SIGKILL)
+
+
 @slow
-def test_no_rank_outlives_the_other_nor_its_launcher():
-    """Without a model, so that it takes no time."""
+def test_no_rank_outlives_the_other_nor_its_launcher(torchrun):
+    """Without a model, so that it takes no time: torchrun loads its own meanwhile."""
     jobs, everybody = {}, []
     for name, (program, *_) in STRIKES.items():
         line = [*LAUNCHER * ("launcher" in name), sys.executable, "-c", BEGIN.format(program)]
@@ -360,9 +371,9 @@ LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "fast"],
          "drawn sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"]}
 RUNS = {  # what so many ranks decode, on which machine
     1: [(CPUS, "ar"), (CPUS, "drawn sd")],
-    2: [*((CPUS, name) for name in LINES), ((1, 0), "greedy"), ((2, 0), "greedy"),
-        ((2, 0), "drawn"), (SPREAD, "drawn")],
-    3: [*((CPUS, name) for name in LINES), ((3, 0), "greedy"), ((3, 0), "drawn")]}
+    2: [*((CPUS, name) for name in LINES), ((1, 0), "greedy"), ((2, 0), "drawn"),
+        (SPREAD, "drawn")],
+    3: [(CPUS, "ar"), (CPUS, "drawn"), (CPUS, "drawn sd"), ((3, 0), "greedy"), ((3, 0), "drawn")]}
 
 
 @slow
@@ -403,21 +414,20 @@ def test_two_ranks_complain_once_and_who_is_left_says_that_the_other_is_gone(pai
     assert left[0] == 1 and "rank 0 (target) stops: another rank is gone\n" in left[1]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def start(folder: Path, name: str, tokens: int, *launcher: str) -> psutil.Popen:
+    """The command as a user starts it, in a process group of its own."""
+    line = [*launcher, ROOT / "saguaro.py", *LINES["drawn"], "--batch-size", 2, "--prompt",
+            "def f(x):", "class A:", "--ignore-eos", "--max-new-tokens", tokens, "--json",
+            f"{name}.json"]
+    with open(folder / name, "w") as stdout, open(folder / f"{name}.err", "w") as stderr:
+        return psutil.Popen(list(map(str, line)), stdout=stdout, stderr=stderr, cwd=folder,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
 
 
 @slow
-def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(tmp_path):
-    def start(out: str, tokens: int, *launcher: str) -> psutil.Popen:
-        line = [*launcher, ROOT / "saguaro.py", *LINES["drawn"], "--batch-size", 2,
-                "--prompt", "def f(x):", "class A:", "--ignore-eos", "--max-new-tokens", tokens,
-                "--json", f"{out}.json"]
-        with open(tmp_path / out, "w") as stdout, open(tmp_path / f"{out}.err", "w") as stderr:
-            return psutil.Popen(list(map(str, line)), stdout=stdout, stderr=stderr, cwd=tmp_path,
-                                env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
-
-    whole = start("torchrun", 24, *TORCHRUN)
-    part, errors = start("python", 480, sys.executable), tmp_path / "python.err"
+def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torchrun, tmp_path):
+    whole, folder = torchrun
+    part, errors = start(tmp_path, "python", 480, sys.executable), tmp_path / "python.err"
     try:
         while part.poll() is None and not re.search(r"\d(token/s|s/token)", errors.read_text()):
             time.sleep(0.05)  # until tqdm's bar shows that it decodes
@@ -426,12 +436,11 @@ def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(tmp_
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         assert (whole.wait(200), part.wait()) == (0, 130), errors.read_text()
     finally:
-        for job in (whole, part):
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(part.pid, signal.SIGKILL)
     assert "Traceback" not in errors.read_text() and "gone" not in errors.read_text()
-    written = [read(tmp_path / f"{name}.json") for name in ("torchrun", "python")]
-    said = [(tmp_path / name).read_text() for name in ("torchrun", "python")]
+    files = folder / "torchrun", tmp_path / "python"
+    said, written = zip(*((file.read_text(), read(Path(f"{file}.json"))) for file in files))
     assert f"{written[1]['stats']['tokens']} tokens with ssd" in said[1]
     for text, begun in zip(*(each["outputs"] for each in written), strict=True):
         assert text["prompt"] + text["text"] in said[0]
@@ -756,7 +765,7 @@ def test_the_host_waits_for_the_gpu_once_a_verification():
 
 # ---- the benchmark ----
 
-FIGURES = "timeline fan-out downweight batch frontier budget".split()  # all of draw.py
+FIGURES = "timeline fan-out downweight batch budget".split()  # all of draw.py
 
 
 def bench_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
