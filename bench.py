@@ -103,7 +103,6 @@ class Sweep(NamedTuple):
 
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
     """A sweep without figure. Whoever samples is compared without public noise, too."""
-    plain = {"no_public_noise": True}
     tried = {"budget": (s.budget, 2 * s.budget)}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
@@ -112,7 +111,7 @@ def comparison(s: BenchSettings, temperature: float) -> Sweep:
         "SSD, budget 0": {"budget": 0},
         "SSD": tried,
         "SSD, look-up": tried | {"backup": "fast"},
-        **({"SSD, plain": tried | plain} if temperature else {}),
+        **({"SSD, plain": tried | {"no_public_noise": True}} if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
         "prompt look-up": {"mode": "lookup", "lookahead": LOOKUP_TOKENS}})

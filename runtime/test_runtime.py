@@ -319,6 +319,16 @@ STRIKES = {  # what befalls two ranks that only begin: their program; a signal, 
     "a second Ctrl-C": ("decoding.set()", (signal.SIGINT, 0), 130)}
 
 
+def start(folder: Path, name: str, tokens: int, *launcher: str) -> psutil.Popen:
+    """The command as a user starts it, in a process group of its own."""
+    line = [*launcher, ROOT / "saguaro.py", *LINES["drawn"], "--batch-size", 2, "--prompt",
+            "def f(x):", "class A:", "--ignore-eos", "--max-new-tokens", tokens, "--json",
+            f"{name}.json"]
+    with open(folder / name, "w") as stdout, open(folder / f"{name}.err", "w") as stderr:
+        return psutil.Popen(list(map(str, line)), stdout=stdout, stderr=stderr, cwd=folder,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+
+
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory):
     """The command, started by torchrun; and the folder of its output."""
@@ -412,16 +422,6 @@ def test_two_ranks_complain_once_and_who_is_left_says_that_the_other_is_gone(pai
     assert full[0] == 2 and "does not fit into the free memory of 2 GPUs" in full[1]
     assert alone == (1, "rank 1 (draft) stops: another rank is gone\n")
     assert left[0] == 1 and "rank 0 (target) stops: another rank is gone\n" in left[1]
-
-
-def start(folder: Path, name: str, tokens: int, *launcher: str) -> psutil.Popen:
-    """The command as a user starts it, in a process group of its own."""
-    line = [*launcher, ROOT / "saguaro.py", *LINES["drawn"], "--batch-size", 2, "--prompt",
-            "def f(x):", "class A:", "--ignore-eos", "--max-new-tokens", tokens, "--json",
-            f"{name}.json"]
-    with open(folder / name, "w") as stdout, open(folder / f"{name}.err", "w") as stderr:
-        return psutil.Popen(list(map(str, line)), stdout=stdout, stderr=stderr, cwd=folder,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
 
 
 @slow
