@@ -24,7 +24,6 @@ from runtime.settings import Settings, begin, decoding, interrupted, read_prompt
 
 SETTINGS = begin(Settings) if __name__ == "__main__" else None  # importing torch takes seconds
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
 import torch
@@ -56,17 +55,16 @@ def decode(target: TargetWorker, speculator, texts: Texts) -> None:
 
 def serve(draft: DraftWorker, wire: "Wire", prompts: list[list[int]], longest: int,
           early_outcome: bool) -> None:
-    """The speculator's column. A thread listens, so that the tree can look for its outcome."""
+    """The speculator's column. The outcome arrives while the tree grows, which may look for it."""
     draft.start(prompts, longest)
-    with ThreadPoolExecutor(1) as listener:
-        while True:
-            coming = listener.submit(wire.outcome, len(prompts))
-            draft.pre_speculate(
-                lambda: coming.result() if early_outcome and coming.done() else None)
-            outcome = coming.result()
-            if outcome.ended.all():
-                return wire.report(draft.report())
-            draft.verifying = wire.speculation(len(prompts), draft.speculate(outcome))
+    while True:
+        outcome, arrival = wire.listen(len(prompts))
+        draft.pre_speculate(
+            lambda: outcome if early_outcome and arrival.is_completed() else None)
+        arrival.wait()
+        if outcome.ended.all():
+            return wire.report(draft.report())
+        draft.verifying = wire.speculation(len(prompts), draft.speculate(outcome))
 
 
 def follow(target: TargetWorker, wire: "Wire", prompts: list[list[int]], longest: int) -> None:
@@ -91,11 +89,17 @@ class Wire:
         self.rank, self.drafters, self.device = ranks.rank, ranks.drafters, ranks.wire_device
         self.lookahead, self.width, self.dtype = lookahead, width, dtype
 
-    def outcome(self, rows: int, own: Outcome | None = None) -> Outcome:
-        """Rank 0's `own`, heard by all: `[B, 2]`."""
+    def listen(self, rows: int, own: Outcome | None = None) -> tuple[Outcome, dist.Work]:
+        """Rank 0's `own` outcome, heard by all: `[B, 2]`. It is there once its arrival is
+        completed."""
         message = torch.empty(rows, 2, dtype=torch.long) if own is None else torch.stack(own, 1)
-        dist.broadcast(message, 0)
-        return Outcome(*message.unbind(1))
+        return Outcome(*message.unbind(1)), dist.broadcast(message, 0, async_op=True)
+
+    def outcome(self, rows: int, own: Outcome | None = None) -> Outcome:
+        """Wait for it."""
+        outcome, arrival = self.listen(rows, own)
+        arrival.wait()
+        return outcome
 
     def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
         """What the drafters know, heard by all one after the other and added up: each says its

@@ -10,6 +10,7 @@ other.
 """
 import functools
 import math
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -264,6 +265,9 @@ class Verifier:
         outcome = self.texts.extend(self.said[-1], self.verdict)
         self.target.advance(outcome)
         return outcome
+
+    def listen(self, rows: int) -> tuple[Outcome, SimpleNamespace]:
+        return self.outcome(rows), SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     def speculation(self, rows: int, own: Speculation) -> Speculation:
         self.said.append(own)

@@ -409,7 +409,8 @@ def lose_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
     """A rank's job: the draft goes away after 20 messages."""
     messages, broadcast = itertools.count(), dist.broadcast
     if os.environ["RANK"] == "1":
-        dist.broadcast = lambda *given: broadcast(*given) if next(messages) < 20 else sys.exit()
+        dist.broadcast = lambda *given, **options: (
+            broadcast(*given, **options) if next(messages) < 20 else sys.exit())
     return obey_in_rank(commands)
 
 
