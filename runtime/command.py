@@ -1,5 +1,6 @@
 """The frame of the house: who computes where, the texts as they grow, counts, times and the screen.
 Of the paper there is only the prediction on the screen (Thm. 7)."""
+import gc
 import os
 import re
 import sys
@@ -415,6 +416,8 @@ def run(s: Settings, work: Callable[[Settings], None]) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     drafts = s.mode == "ssd" and rank == world - 1
     name = f"rank {rank} ({'draft' if drafts else 'target'})"
+    gc.freeze()  # never to be looked through again, in the middle of a round
+    gc.enable()
     try:
         work(s)
         sys.stdout.flush()

@@ -5,6 +5,7 @@ from here, and the second rank is started before the first begins to import them
 """
 import argparse
 import atexit
+import gc
 import json
 import math
 import os
@@ -226,6 +227,7 @@ def rank() -> int:
 def begin(kind: type[Settings]) -> Settings:
     """The settings of this run, before anything heavy is imported. torchrun starts all ranks;
     `python saguaro.py` is rank 0, and starts the drafters' ranks itself."""
+    gc.disable()  # until `run`: what follows are imports, many objects and no garbage
     heed_ctrl_c()
     launched = "RANK" in os.environ  # by torchrun, or by another rank
     try:

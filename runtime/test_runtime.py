@@ -8,6 +8,7 @@ starts them are very few.
 import atexit
 import copy
 import errno
+import gc
 import importlib
 import itertools
 import json
@@ -59,11 +60,13 @@ PROGRAMS = {"saguaro.py": (Settings, saguaro.generate),
 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch):
-    """A command that is obeyed in this process leaves its threads and Ctrl-C as they are."""
+    """A command that is obeyed in this process leaves its threads, its garbage and Ctrl-C as they
+    are."""
     for owner, name, value in (
             (torch, "set_num_threads", lambda count: None), (torch.cuda, "device_count", lambda: 0),
             (settings, "heed_ctrl_c", lambda: None), (sys, "argv", sys.argv),
-            (settings, "launch_drafters", lambda count: None)):
+            (settings, "launch_drafters", lambda count: None), (gc, "disable", lambda: None),
+            (gc, "freeze", lambda: None)):
         monkeypatch.setattr(owner, name, value)
 
 
