@@ -15,6 +15,7 @@ and the bonus token escapes the draft's top F guesses with probability proportio
 """
 import math
 from collections import defaultdict
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -71,12 +72,12 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
-    miss = torch.arange(budget + 1).double() ** -miss_exponent
-    miss[0] = 2.0
-    likelihood = miss.new_tensor(acceptance_distribution(acceptance_rate, lookahead))
-    gain = -miss.diff()[:, None] * likelihood  # [budget, K+1]: of guess number 1, 2, ... for each k
-    best = gain.flatten().sort(descending=True, stable=True).indices[:budget]
-    return (best % (lookahead + 1)).bincount(minlength=lookahead + 1).tolist()
+    miss = [2.0, *(F ** -miss_exponent for F in range(1, budget + 1))]
+    likelihood = acceptance_distribution(acceptance_rate, lookahead)
+    gains = [(P * (miss[F] - miss[F + 1]), k) for k, P in enumerate(likelihood)
+             for F in range(budget)]
+    chosen = [k for _, k in sorted(gains, reverse=True)[:budget]]
+    return [chosen.count(k) for k in range(lookahead + 1)]
 
 
 def uniform_fan_out(budget: int, lookahead: int, *_) -> list[int]:
@@ -96,16 +97,14 @@ def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: flo
     return globals()[f"{policy}_fan_out"](budget, lookahead, acceptance_rate, miss_exponent)
 
 
-def fit_power_law(miss_rates: torch.Tensor) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates `[n]` of F = 1..n: minus the
+def fit_power_law(miss_rates: list[float]) -> float:
+    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
     least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
     misses to fit, 1."""
-    missed = miss_rates > 0
-    x, y = torch.arange(1, len(miss_rates) + 1).log()[missed], miss_rates[missed].log()
-    if len(x) < 2:
+    points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
+    if len(points) < 2:
         return 1.0
-    slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-    return min(max(-float(slope), 0.1), 10.0)
+    return min(max(-linear_regression(*zip(*points)).slope, 0.1), 10.0)
 
 
 class Estimate:
@@ -133,11 +132,10 @@ class Estimate:
         return self.accepted / self.judged
 
     @property
-    def miss_rates(self) -> torch.Tensor:
-        """The share of bonus tokens not among the draft's F likeliest, `[depth]` for F =
-        1..depth."""
+    def miss_rates(self) -> list[float]:
+        """The share of bonus tokens not among the draft's F likeliest, for F = 1..depth."""
         ranks = self.prior_ranks + self.ranks
-        return 1 - ranks.cumsum(0)[:-1] / ranks.sum()
+        return (1 - ranks.cumsum(0)[:-1] / ranks.sum()).tolist()
 
     @property
     def miss_exponent(self) -> float:
@@ -145,7 +143,7 @@ class Estimate:
 
     def hit_rate(self, fan_out: list[int]) -> float:
         """Probability that the outcome is in a cache of shape F_0..F_K."""
-        miss = [1.0, *self.miss_rates.tolist()]
+        miss = [1.0, *self.miss_rates]
         likelihood = acceptance_distribution(self.acceptance_rate, len(fan_out) - 1)
         return sum(P * (1 - miss[F]) for P, F in zip(likelihood, fan_out))
 

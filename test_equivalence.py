@@ -535,7 +535,7 @@ def test_an_estimate_learns_the_acceptance_rate_the_exponent_and_the_hit_rate(a,
         assert estimate.acceptance_rate == pytest.approx(a, abs=min(margin, 0.005))
         assert estimate.miss_exponent == pytest.approx(r, abs=margin)
         assert estimate.hit_rate(shape) == pytest.approx(float(hits), abs=0.005)
-    assert cache.fit_power_law(torch.zeros(8)) == 1.0, "nothing missed, nothing learnt"
+    assert cache.fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing learnt"
 
 
 def test_the_draft_counts_what_was_accepted_and_guessed_by_source():

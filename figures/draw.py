@@ -86,7 +86,7 @@ def fan_out(job, shown: list, axes) -> None:
         for c, style in zip((c for c in shown if c.name == name), STYLES):
             ranks, = (counted[source].double() for _, counted in c.seen if counted)
             miss, F = 1 - ranks.cumsum(0)[:-1] / ranks.sum(), torch.arange(1, len(ranks))
-            some, r = miss > 0, fit_power_law(miss)
+            some, r = miss > 0, fit_power_law(miss.tolist())
             scale = (miss[some].log() + r * F[some].log()).mean().exp()
             drawn = some & (F[:, None] == torch.tensor(DRAWN)).any(1)
             ax.plot(F[drawn], miss[drawn], **style | {"linestyle": ""}, label=f"temperature "
