@@ -48,7 +48,7 @@ class BenchSettings(Settings):
     drafters: int = 1
     prompts: str = option(str(TINY / "prompts.jsonl"), "JSON Lines, each with a field prompt, "
                           "question or text")
-    max_new_tokens: int = option(64, "tokens to generate for each prompt, exactly")
+    max_new_tokens: int = option(48, "tokens to generate for each prompt, exactly")
     temperature: float = option(0.0, "of sweeps that name none; compared are 0, and T or 1")
     quick: bool = option(False, "3 prompts, 24 tokens")
     sweep: tuple[str, ...] = option((), f"draw figures: all, {', '.join(SWEEPS)}", nargs="+",
@@ -85,7 +85,7 @@ from runtime.command import Run, Stats, run
 from saguaro import Decoder
 
 WARM_UP, LEAST, LOOKUP_TOKENS = 8, 3, 10  # tokens; turns; as in transformers' examples
-SLOWER = {0: 3.0, 2: 1.0}  # after so many turns, who is so many times slower than the best is out
+SLOWER = {0: 2.0, 1: 1.25, 3: 1.1, 5: 1.0}  # before this turn, who is so many times slower is out
 COLUMNS = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss", "T_v in ms", "T_p",
            "T_b", "utilisation", "Theorem 7", "share of it", "E_hit / T_v", "share of that")
 
@@ -102,16 +102,14 @@ class Sweep(NamedTuple):
 
 
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
-    """A sweep without figure. Whoever samples is compared without public noise, too."""
     tried = {"budget": (s.budget, 2 * s.budget)}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},
-        "SD": {"mode": "sd", "lookahead": (3, 4, 5, 7)},
+        "SD": {"mode": "sd", "lookahead": (3, 4, 6)},
         "SD, look-up": {"mode": "sd", "lookahead": (5, LOOKUP_TOKENS), "backup": "fast"},
         "SSD, budget 0": {"budget": 0},
         "SSD": tried,
         "SSD, look-up": tried | {"backup": "fast"},
-        **({"SSD, plain": tried | {"no_public_noise": True}} if temperature else {}),
         "generate": {"mode": "generate"},
         "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
         "prompt look-up": {"mode": "lookup", "lookahead": LOOKUP_TOKENS}})
@@ -229,17 +227,12 @@ def measure(job: Run, row: Sweep) -> list[Competitor]:
         c.take_turn(-1, WARM_UP)
     turns = range(max(c.turns for c in competitors))
     for turn in tqdm(turns, unit="turn", leave=False, disable=not job.leads):
-        if turn in SLOWER:
-            taken = [((c.name, c.value), c.stats.prefill_seconds + c.stats.seconds)
-                     for c in competitors]
-            fastest = dict(sorted(taken, key=lambda pair: -pair[1]))
-            stay = [[seconds <= SLOWER[turn] * fastest[variant] for variant, seconds in taken]]
-            dist.broadcast_object_list(stay, 0, device=torch.device("cpu"))
-            competitors = list(itertools.compress(competitors, *stay))
+        competitors = still_in(competitors, SLOWER.get(turn, math.inf))
         first = turn % len(competitors)
         for c in competitors[first:] + competitors[:first]:
             if turn < c.turns:
                 c.take_turn(turn, job.settings.max_new_tokens)
+    competitors = still_in(competitors, 1.0)
     both = [None, None]
     dist.all_gather_object(both, [[(worker.watch.spans, counted_ranks(worker))
                                    for worker in c.workers] for c in competitors])
@@ -248,6 +241,15 @@ def measure(job: Run, row: Sweep) -> list[Competitor]:
     if job.leads:
         check_texts(competitors, exact=torch.finfo(job.target.dtype).bits >= 32)
     return competitors
+
+
+def still_in(competitors: list[Competitor], slower: float) -> list[Competitor]:
+    """Those not so many times slower than the fastest of their name and value."""
+    taken = [((c.name, c.value), c.stats.prefill_seconds + c.stats.seconds) for c in competitors]
+    fastest = dict(sorted(taken, key=lambda pair: -pair[1]))
+    stay = [[seconds <= slower * fastest[variant] for variant, seconds in taken]]
+    dist.broadcast_object_list(stay, 0, device=torch.device("cpu"))
+    return list(itertools.compress(competitors, *stay))
 
 
 def counted_ranks(worker: Any) -> dict[str, torch.Tensor]:
