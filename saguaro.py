@@ -90,13 +90,13 @@ class Wire:
         self.lookahead, self.width, self.dtype = lookahead, width, dtype
 
     def listen(self, rows: int, own: Outcome | None = None) -> tuple[Outcome, dist.Work]:
-        """Rank 0's `own` outcome, heard by all: `[B, 2]`. It is there once its arrival is
-        completed."""
+        """Rank 0's `own` outcome, heard by all, `[B, 2]`; and its arrival: until that is completed
+        the numbers mean nothing."""
         message = torch.empty(rows, 2, dtype=torch.long) if own is None else torch.stack(own, 1)
         return Outcome(*message.unbind(1)), dist.broadcast(message, 0, async_op=True)
 
     def outcome(self, rows: int, own: Outcome | None = None) -> Outcome:
-        """Wait for it."""
+        """The same, waited for."""
         outcome, arrival = self.listen(rows, own)
         arrival.wait()
         return outcome

@@ -857,7 +857,7 @@ def joint_p_value(record: list, **choices) -> float:
 SETTINGS = [
     dict(temperature=1.4, top_k=4, downweight=0.5, samples=30_000),  # also in the edit loop
     *(pytest.param(choices, marks=slow) for choices in (
-        dict(temperature=0.7, downweight=0.0, samples=30_000),
+        dict(temperature=0.7, downweight=0.0, backup="fast", samples=30_000),
         dict(temperature=1.0, downweight=0.5, no_public_noise=True),
         dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1", samples=30_000)))]
 
@@ -998,6 +998,9 @@ MISTAKES = {
         (TargetWorker, "verify", JUDGED, "p = logits.softmax(-1)"),
     "greedy drafts reported as if drawn from q":
         (Warping, "draw", DRAWN, "return q.argmax(-1), q"),
+    "look-ups reported as if drawn at random":
+        (DraftWorker, "fast_backup", "torch.nn.functional.one_hot(tokens, V).to(self.no_q)",
+         "self.no_q.new_full((*tokens.shape, V), 1 / V)"),
     "after a miss, tokens accepted if and only if they equal the argmax":
         (TargetWorker, "verify", JUDGED, JUDGED +
          "; wrong = (drafted != p[:, :-1].argmax(-1)).double()"
@@ -1067,10 +1070,12 @@ CONTROL = dict(temperature=0.7, downweight=0.5)
 
 
 def p_value_with(name: str, change: tuple, samples: int = 20_000) -> float:
-    """Mistakes about coins are planted where coins draw the bonus tokens, too."""
+    """Mistakes about coins are planted where coins draw the bonus tokens, too, and those about
+    look-ups where these are the backup."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         replace_line(monkeypatch, *change)
-        choices = CONTROL | {"no_public_noise": "coin" in name}
+        choices = CONTROL | {"no_public_noise": "coin" in name,
+                             "backup": "fast" if "look-ups" in name else "neural"}
         return joint_p_value(simulate.__wrapped__(samples, **choices), **CONTROL)
 
 

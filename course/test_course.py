@@ -123,6 +123,8 @@ WRONG = (
     ("draft_worker.DraftWorker.pre_speculate", "no look for the early outcome",
      "outcome = peek()", "outcome = None"),
     ("saguaro.serve", "nothing is prepared", "    draft.pre_speculate()\n", ""),
+    ("saguaro.serve", "reads an outcome that has not arrived",
+     "outcome = wire.outcome(", "outcome, _ = wire.listen("),
     ("saguaro.serve", "goes on when all rows have ended", "return", "pass"))
 
 

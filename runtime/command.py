@@ -416,7 +416,7 @@ def run(s: Settings, work: Callable[[Settings], None]) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     drafts = s.mode == "ssd" and rank == world - 1
     name = f"rank {rank} ({'draft' if drafts else 'target'})"
-    gc.freeze()  # never to be looked through again, in the middle of a round
+    gc.freeze()  # what was imported is no garbage, and looking through it would delay a round
     gc.enable()
     try:
         work(s)
