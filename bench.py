@@ -37,19 +37,13 @@ FIRST_ROUND = 21  # most tokens that transformers' assisted decoding may yield a
 class BenchSettings(Settings):
     """What speculative speculative decoding buys on this machine, and why."""
     GROUPS = Settings.GROUPS | {"quick": "bench"}
+    LACKS = ("prompt", "batch_size", "ignore_eos", "json", "mode", "fan_out", "backup", "drafters")
 
-    prompt: tuple[str, ...] = ()  # what has no `option` here is none of this command's
-    batch_size: int = 1
-    ignore_eos: bool = True
-    json: str | None = None
-    mode: str = "ssd"
-    fan_out: str = "geometric"
-    backup: str = "neural"
-    drafters: int = 1
     prompts: str = option(str(TINY / "prompts.jsonl"), "JSON Lines, each with a field prompt, "
                           "question or text")
-    max_new_tokens: int = option(48, "tokens to generate for each prompt, exactly")
-    temperature: float = option(0.0, "of sweeps that name none; compared are 0, and T or 1")
+    max_new_tokens: int = option(48, "tokens to generate for each prompt, exactly", least=1)
+    temperature: float = option(0.0, "of sweeps that name none; compared are 0, and T or 1",
+                                least=0, most=1e9)
     quick: bool = option(False, "3 prompts, 24 tokens")
     sweep: tuple[str, ...] = option((), f"draw figures: all, {', '.join(SWEEPS)}", nargs="+",
                                     choices=("all", *SWEEPS), metavar="NAME")
@@ -59,6 +53,7 @@ class BenchSettings(Settings):
 
     def check(self) -> None:
         self.max_new_tokens = 24 if self.quick else self.max_new_tokens
+        self.ignore_eos = True  # all generate as many tokens
         self.mode = "ar" if self.predict else "ssd"  # a prediction needs one process only
         super().check()
         least = max(FIRST_ROUND, self.lookahead + 1) + 1
@@ -102,6 +97,7 @@ class Sweep(NamedTuple):
 
 
 def comparison(s: BenchSettings, temperature: float) -> Sweep:
+    """Everybody against everybody, each with the settings among which it has its best."""
     tried = {"lookahead": (3, 4), "budget": (s.budget, 2 * s.budget)}
     return Sweep("temperature", (temperature,), {
         "AR": {"mode": "ar"},

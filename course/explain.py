@@ -14,31 +14,24 @@ import sys
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from runtime.settings import Settings, UserError, begin, option, read_prompts
+from runtime.settings import Settings, begin, option, read_prompts
 
 
 @dataclass
 class ExplainSettings(Settings):
     """Rounds of speculative speculative decoding in slow motion: one process, nothing overlaps."""
     GROUPS = Settings.GROUPS | {"rounds": "slow motion"}
+    LACKS = ("prompts", "batch_size", "ignore_eos", "json", "max_new_tokens", "mode", "drafters",
+             "no_early_outcome", "eager")
 
     prompt: tuple[str, ...] = option((), "the text to continue", nargs=1)
-    prompts: str | None = None  # what has no `option` here is none of this command's
-    batch_size: int = 1
-    ignore_eos: bool = False
-    json: str | None = None
-    max_new_tokens: int = 0
-    mode: str = "sd"  # one process holds both models
-    no_early_outcome: bool = True
-    drafters: int = 1
-    eager: bool = True  # a CUDA graph would overwrite the logits that are to be shown
-    rounds: int = option(3, "rounds to show after round 0, the prompt's")
+    rounds: int = option(3, "rounds to show after round 0, the prompt's", least=1)
 
     def check(self) -> None:
-        self.max_new_tokens = 1 + self.rounds * (self.lookahead + 1)
-        if self.rounds < 1:
-            raise UserError(f"--rounds is {self.rounds}; it must be at least 1")
+        self.mode = "sd"  # one process holds both models
+        self.eager = True  # a CUDA graph would overwrite the logits that are to be shown
         super().check()
+        self.max_new_tokens = 1 + self.rounds * (self.lookahead + 1)
 
 
 SETTINGS = begin(ExplainSettings) if __name__ == "__main__" else None  # importing torch takes time

@@ -219,12 +219,15 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
     try:
         network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype,
                                                        device_map=device, max_memory=max_memory)
+        if any(parameter.is_meta for parameter in network.parameters()):
+            raise ValueError("offloaded to the disk")  # which accelerate itself raises at times
     except Exception as problem:  # a corrupt file raises what its reader pleases
         if isinstance(problem, torch.OutOfMemoryError):
             raise
-        raise UserError(f"cannot load {path}: {str(problem).splitlines()[0]}") from problem
-    if any(parameter.is_meta for parameter in network.parameters()):
-        raise UserError(f"{path} does not fit into the free memory of {len(max_memory)} GPUs")
+        reason = (str(problem) or repr(problem)).splitlines()[0]
+        if max_memory and "offload" in reason:
+            reason = f"it does not fit into the free memory of {len(max_memory)} GPUs"
+        raise UserError(f"cannot load {path}: {reason}") from problem
     return network
 
 

@@ -31,12 +31,13 @@ class UserError(Exception):
     """Something the user can mend; its text is one sentence that says how."""
 
 
-def option(default, help: str, **form):
-    """A field of `Settings`, and the command line option that sets it."""
+def option(default, help: str, least: float | None = None, most: float = math.inf, **form):
+    """A field of `Settings`, and the command line option that sets it; of a number, its range."""
     shown = "none" if default in (None, ()) else default
     if default is False:
         shown = "off"
-    return field(default=default, metadata={"help": f"{help} (default: {shown})", **form})
+    form["help"] = f"{help} (default: {shown})"
+    return field(default=default, metadata={"form": form, "least": least, "most": most})
 
 
 @dataclass
@@ -46,11 +47,12 @@ class Settings:
     GROUPS = {"prompt": "text", "target": "models", "temperature": "sampling",
               "budget": "section 4.1, the cache", "downweight": "section 4.2, Saguaro sampling",
               "backup": "section 4.3, fallback", "dtype": "machine"}  # by the first option of each
+    LACKS = ()  # fields that are no options of this command
 
     prompt: tuple[str, ...] = option((), "texts to continue", nargs="+")
     prompts: str | None = option(None, "JSON Lines, each with a field prompt, question or text")
-    max_new_tokens: int = option(128, "tokens to generate for each prompt, at most")
-    batch_size: int = option(1, "prompts decoded together")
+    max_new_tokens: int = option(128, "tokens to generate for each prompt, at most", least=1)
+    batch_size: int = option(1, "prompts decoded together", least=1)
     ignore_eos: bool = option(False, "do not stop at an end-of-sequence token")
     apply_chat_template: bool = option(False, "make each prompt a user turn of the chat template")
     json: str | None = option(None, "write settings, texts and statistics to this file")
@@ -58,25 +60,30 @@ class Settings:
     draft: str = option(str(TINY / "draft"), "draft model with the target's vocabulary")
     mode: str = option("ssd", "speculative speculative, speculative or autoregressive decoding",
                        choices=("ssd", "sd", "ar"))
-    lookahead: int = option(4, "K, tokens drafted per round")
-    temperature: float = option(0.0, "0 is greedy")
-    top_k: int = option(0, "sample among the K likeliest tokens; 0: among all")
-    top_p: float = option(1.0, "sample among the likeliest tokens of total probability P")
-    seed: int = option(0, "same seed, flags and machine: same text")
+    lookahead: int = option(4, "K, tokens drafted per round", least=1)
+    temperature: float = option(0.0, "0 is greedy", least=0, most=1e9)
+    top_k: int = option(0, "sample among the K likeliest tokens; 0: among all", least=0)
+    top_p: float = option(
+        1.0, "sample among the likeliest tokens of total probability P", least=1e-9, most=1)
+    seed: int = option(0, "same seed, flags and machine: same text", least=0, most=2 ** 63 - 2)
     no_public_noise: bool = option(
         False, "the paper's plain algorithm: bonus tokens are drawn with the target's own coins, "
         "not with noise that the draft knows")
     budget: int = option(
         12, "outcomes prepared for per round and row, the sum of the fan-out; 0: none, plain "
-        "speculative decoding on the very same ranks")
+        "speculative decoding on the very same ranks", least=0)
     fan_out: str = option(
         "geometric", "shape of the cache: geometric (Theorem 12), uniform, or by hand, F_0,...,F_K "
         "such as 4,3,2,1,2, whose sum is then the budget (of all drafters)", metavar="SHAPE")
     drafters: int = option(
-        1, "ranks that draft, the last ones, each for a budget of outcomes of its own")
-    acceptance_rate: float = option(0.8, "first guess of a, the acceptance rate of drafted tokens")
-    miss_exponent: float = option(1.0, "first guess of r of the power law of misses (Def. 11)")
-    downweight: float = option(1.0, "C (Def. 14); 1 is ordinary sampling", metavar="C")
+        1, "ranks that draft, the last ones, each for a budget of outcomes of its own", least=1,
+        most=99)
+    acceptance_rate: float = option(
+        0.8, "first guess of a, the acceptance rate of drafted tokens", least=0, most=1)
+    miss_exponent: float = option(
+        1.0, "first guess of r of the power law of misses (Def. 11)", least=1e-9, most=1e9)
+    downweight: float = option(
+        1.0, "C (Def. 14); 1 is ordinary sampling", least=0, most=1, metavar="C")
     backup: str = option(
         "neural", "who drafts after a cache miss: the draft model, a look-up in the text so far, a "
         "random number generator, or auto: neural below Theorem 17's batch size, fast above",
@@ -110,16 +117,11 @@ class Settings:
             check_writable("--json", self.json)
 
     def check_numbers(self) -> None:
-        inf = math.inf
-        for name, least, most in (
-                ("max_new_tokens", 1, inf), ("batch_size", 1, inf), ("temperature", 0, 1e9),
-                ("top_k", 0, inf), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 2),
-                ("lookahead", 1, inf), ("budget", 0, inf), ("drafters", 1, 99),
-                ("acceptance_rate", 0, 1), ("miss_exponent", 1e-9, 1e9), ("downweight", 0, 1)):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                allowed = f"at least {least}" + f" and at most {most}" * (most < inf)
-                raise UserError(f"--{name.replace('_', '-')} is {value}; it must be {allowed}")
+        for f in fields(self):
+            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
+            if least is not None and not least <= value <= most:
+                allowed = f"at least {least}" + f" and at most {most}" * (most < math.inf)
+                raise UserError(f"--{f.name.replace('_', '-')} is {value}; it must be {allowed}")
         if self.lookahead > max(16, self.max_new_tokens):
             raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens a "
                             f"round; --max-new-tokens is {self.max_new_tokens}")
@@ -136,15 +138,16 @@ def parse(kind: type[Settings], arguments: list[str] | None = None) -> Settings:
     for f in fields(kind):
         if f.name in kind.GROUPS:
             group = parser.add_argument_group(kind.GROUPS[f.name])
-        if not f.metadata:  # no option of this command
+        if f.name in kind.LACKS:
             continue
+        given = f.metadata["form"]
         if f.type is bool:
             form = {"action": "store_true"}
         else:
             form = {"type": f.type if f.type in (int, float) else str}
-            if "choices" not in f.metadata:
+            if "choices" not in given:
                 form["metavar"] = f.name.split("_")[-1].upper()
-        group.add_argument("--" + f.name.replace("_", "-"), default=f.default, **form | f.metadata)
+        group.add_argument("--" + f.name.replace("_", "-"), default=f.default, **form | given)
     settings = kind(**vars(parser.parse_args(arguments)))
     settings.check()
     return settings
