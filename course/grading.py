@@ -10,6 +10,7 @@ other.
 """
 import functools
 import math
+import signal
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -29,6 +30,18 @@ from runtime.settings import Settings
 torch.set_num_threads(1)
 torch.set_printoptions(precision=4, threshold=20, edgeitems=2)
 COINS = (torch.arange(200).double() + 0.5) / 200  # two hundred draws as even as draws can be
+
+
+@pytest.fixture(autouse=True)
+def in_time():
+    """A minute for each test: an endless loop is a failure, and the other tests go on."""
+    def late(*_):
+        pytest.fail("not done after a minute", pytrace=False)
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
 
 
 def check(hint: str, yours, expected, tolerance: float = 1e-6) -> None:

@@ -5,8 +5,9 @@
     python -m course.handout FOLDER --solutions     all of it, with the proofs: for afterwards
 
 A function keeps its signature and its docstring; its body becomes `raise NotImplementedError`. It
-is found by its name: the program carries no marks of this. What would show a solution is not handed
-out: the program's own tests plant mistakes in lines that they quote, this folder's hold solutions.
+is found by its name: the program carries no marks of this. What would show a solution is kept back
+till afterwards: the program's own tests plant mistakes in lines that they quote, README and figures
+tell what the laboratory is to predict, and this folder's tests hold solutions.
 """
 import argparse
 import ast
@@ -19,6 +20,7 @@ GIVEN = ("LICENSE", "README.md", "requirements.txt", "sampling.py", "cache.py", 
          "draft_worker.py", "saguaro.py", "bench.py", "test_equivalence.py", "runtime/*.py",
          "figures/*", "tiny/*", "tiny/*/*", "course/explain.py", "course/SHEET.md",
          "course/grading.py")
+AFTERWARDS = ("README.md", "test_*.py", "*.svg")
 RENAMED = {"course/SHEET.md": "SHEET.md", "course/grading.py": "test_exercises.py"}
 EXERCISES = {  # the title, and the functions: module.function or module.Class.function
     1: ("accept and residual", "sampling.acceptance_probability", "sampling.residual"),
@@ -53,10 +55,10 @@ def missing(number: int) -> str:
 
 def write(folder: Path, numbers: list[int]) -> None:
     """A copy of the program in `folder`, without the bodies of the exercises `numbers`; if there
-    are none, with the program's own tests."""
+    are none, all of it."""
     for file in (file for pattern in GIVEN for file in sorted(ROOT.glob(pattern))):
         place = file.relative_to(ROOT).as_posix()
-        if file.is_file() and not (numbers and file.name.startswith("test_")):
+        if file.is_file() and not (numbers and any(map(file.match, AFTERWARDS))):
             copy = folder / RENAMED.get(place, place)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
@@ -82,7 +84,7 @@ def main() -> None:
         parser.exit(2, f"handout.py: error: {s.folder} is there: name a new or an empty folder\n")
     numbers = [] if s.solutions else sorted(set(s.only or EXERCISES))
     write(s.folder, numbers)
-    print(f"{s.folder}: {len(numbers)} exercises; read SHEET.md there")
+    print(f"{s.folder}: exercises {', '.join(map(str, numbers)) or 'solved'}; read SHEET.md there")
 
 
 if __name__ == "__main__":
