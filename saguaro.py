@@ -131,26 +131,23 @@ class RemoteSpeculator:
     """Who drafts, as rank 0 sees it: the draft's ranks, or a speculator of its `own`, which the
     other target ranks are to hear, too."""
 
-    def __init__(self, wire: Wire, own=None):
-        self.wire, self.own, self.lookahead = wire, own, wire.lookahead
-
-    def start(self, prompts: list[list[int]], longest: int) -> None:
-        if self.own:  # else: the draft's rank has read the same prompts
-            self.own.start(prompts, longest)
+    def __init__(self, wire: Wire, own: "DraftWorker | NoSpeculator"):
+        self.wire, self.own, self.lookahead, self.start = wire, own, wire.lookahead, own.start
 
     def speculate(self, outcome: Outcome) -> Speculation:
         rows = len(outcome.bonus)
         self.wire.outcome(rows, outcome)
         if outcome.ended.all():
             return Speculation.empty(rows)
-        return self.wire.speculation(rows, self.own.speculate(outcome) if self.own else None)
+        return self.wire.speculation(rows, self.own.speculate(outcome))
 
     def report(self) -> dict[str, Any]:
-        return self.wire.report(self.own.report() if self.own else None)
+        return self.wire.report(self.own.report())
 
 
 class NoSpeculator:
-    """Autoregressive decoding: every speculation is empty."""
+    """Autoregressive decoding: every speculation is empty. And who stands in where others draft:
+    nobody hears it."""
     lookahead = 0
 
     def start(self, prompts: list[list[int]], longest: int) -> None:
@@ -174,28 +171,22 @@ class Decoder:
         self.settings, self.context, self.stats = s, context, Stats()
         self.eos = target.eos_tokens if target and not s.ignore_eos else []
         warping = Warping(s.temperature, s.top_k, s.top_p)
-        self.public_seed = None if s.no_public_noise else s.seed
-        self.target = TargetWorker(target, warping, s.seed, self.public_seed) if target else None
-        self.speculator = None
-        if s.mode == "ar":
-            self.speculator = NoSpeculator()
-        elif draft:
-            self.speculator = self.draft_worker(draft, warping, ranks)
+        public_seed = None if s.no_public_noise else s.seed
+        self.target = TargetWorker(target, warping, s.seed, public_seed) if target else None
+        self.speculator = NoSpeculator()
+        if draft and s.mode != "ar":
+            fan_out = FanOut(s.lookahead, s.drafters * s.budget, s.fan_out, s.backup,
+                             s.acceptance_rate, s.miss_exponent)
+            downweight = s.downweight if s.mode == "ssd" else 1.0  # only a cache gains from C < 1
+            number = ranks.rank - ranks.shards if ranks and s.mode == "ssd" else 0
+            self.speculator = DraftWorker(draft, warping, s.seed + 1, fan_out, downweight,
+                                          public_seed, number, s.drafters)
         self.ranks = ranks if ranks and ranks.world > 1 else None
         if self.ranks:
             lookahead = s.lookahead if s.mode != "ar" else 0
             width = 0 if warping.greedy else (target or draft).vocab_size
             dtype = torch.float64 if s.dtype == "float64" else torch.float32
             self.wire = Wire(ranks, lookahead, width, dtype)
-
-    def draft_worker(self, model: CausalLM, warping: Warping, ranks: Ranks | None) -> DraftWorker:
-        s = self.settings
-        fan_out = FanOut(s.lookahead, s.drafters * s.budget, s.fan_out, s.backup,
-                         s.acceptance_rate, s.miss_exponent)
-        downweight = s.downweight if s.mode == "ssd" else 1.0  # only a cache gains from C < 1
-        number = ranks.rank - ranks.shards if ranks and s.mode == "ssd" else 0
-        return DraftWorker(model, warping, s.seed + 1, fan_out, downweight, self.public_seed,
-                           number, s.drafters)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
