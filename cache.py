@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-PRIMARY, BACKUP = 0, 1  # who drafted a speculation: it was in the cache, or was not (section 4.3)
+# Who drafted a speculation: it was in the cache, or was not (section 4.3); another drafter.
+PRIMARY, BACKUP, NOBODY = 0, 1, -1
 BLIND_ACCEPTANCE = 0.2  # first guess of the acceptance rate of a backup without a model
 
 
@@ -39,7 +40,7 @@ class Speculation(NamedTuple):
     """K drafted tokens per row."""
     tokens: torch.Tensor  # [B, K]
     q: torch.Tensor       # [B, K, V] what they were drawn from; V = 0 when greedy: point masses
-    source: torch.Tensor  # [B] PRIMARY or BACKUP, in host memory
+    source: torch.Tensor  # [B] PRIMARY, BACKUP, or NOBODY: no answer of this drafter's; host memory
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":

@@ -20,8 +20,8 @@ from typing import Any, Callable, NamedTuple
 import torch
 
 import sampling
-from cache import (BACKUP, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache, bonus_rank,
-                   likely_outcomes, matches)
+from cache import (BACKUP, NOBODY, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache,
+                   bonus_rank, likely_outcomes, matches)
 from runtime.model import CausalLM, Stopwatch
 
 MATCH = 16  # tokens of a match beyond which the fast backup takes matches for equally good
@@ -105,22 +105,21 @@ class DraftWorker:
     def speculate(self, outcome: Outcome) -> Speculation:
         """The speculation that follows: from the cache on a hit, from the backup on a miss. One
         miss makes all rows wait, so the backup drafts for all; the rows that hit keep what they
-        have. Of several drafters each says what it knows, and zeros elsewhere."""
+        have. Of several drafters each answers for what it prepared."""
         self.advance(outcome)
         tokens, q, prepared = self.cache.look_up(outcome)
         hit = matches(self.guesses, outcome).any(1)  # prepared here, or by another drafter
-        backed_up = ~hit & self.is_last
+        source = torch.full_like(outcome.bonus, BACKUP if self.is_last else NOBODY)
+        source[hit] = NOBODY
+        source[prepared] = PRIMARY
         if not (hit | outcome.ended).all():
             keep = prepared.to(tokens.device)[:, None]  # before the passes: it would wait for them
             with self.watch("backup"):  # by all drafters: their coins stay the same
                 tokens_now, q_now = getattr(self, f"{self.fan_out.backup}_backup")()
             tokens, q = tokens.where(keep, tokens_now), q.where(keep[..., None], q_now)
-        if self.share.step > 1:
-            own = (prepared | backed_up).to(tokens.device)[:, None]
-            tokens, q = tokens.where(own, 0), q.where(own[..., None], 0)
         self.judged, self.cache, self.guesses = (
             self.verifying.source, self.nothing, self.nothing.guesses)
-        self.verifying = Speculation(tokens, q, torch.where(backed_up, BACKUP, PRIMARY))
+        self.verifying = Speculation(tokens, q, source)
         return self.verifying
 
     def advance(self, outcome: Outcome) -> None:

@@ -29,7 +29,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from cache import FanOut, Outcome, Speculation
+from cache import BACKUP, NOBODY, FanOut, Outcome, Speculation
 from draft_worker import DraftWorker
 from runtime.command import Display, Ranks, Run, Stats, Texts, run
 from runtime.model import CausalLM
@@ -102,12 +102,16 @@ class Wire:
         return outcome
 
     def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
-        """What the drafters know, heard by all one after the other and added up: each says its
-        `own` rows, source, tokens and, if sampling, q, `[B, 1 + K + K V]`, and zeros elsewhere. (An
-        all-reduce would do the same, and takes gloo several times as long. Floating point holds
-        every token id below 2^24.)"""
+        """What the drafters know, heard by all one after the other: each says its `own` rows,
+        source, tokens and, if sampling, q, `[B, 1 + K + K V]`. A row is the last one's that answers
+        for it; drafters that compute alike answer for every row once. (Floating point holds every
+        token id below 2^24.)"""
         sizes = [1, self.lookahead, self.lookahead * self.width]
+        shape = rows, self.lookahead, self.width
         message = torch.zeros(rows, sum(sizes), dtype=self.dtype, device=self.device)
+        source, _, q = message.split(sizes, 1)
+        source.fill_(BACKUP)  # where nobody answers: token 0, from its point mass
+        q.view(shape)[..., :1].fill_(1)
         for drafter in self.drafters:
             part = torch.empty_like(message)
             if drafter == self.rank:
@@ -115,10 +119,9 @@ class Wire:
                 for place, each in zip(part.split(sizes, 1), said):
                     place.copy_(each)
             dist.broadcast(part, drafter)
-            message += part
+            message = message.where(part[:, :1] == NOBODY, part)
         source, tokens, q = message.split(sizes, 1)
-        q = q.view(rows, self.lookahead, self.width)
-        return Speculation(tokens.long(), q, source[:, 0].long().cpu())
+        return Speculation(tokens.long(), q.view(shape), source[:, 0].long().cpu())
 
     def report(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
         """The last drafter's `own` report, heard by all."""

@@ -1112,17 +1112,33 @@ def in_ranks(count: int, job, *arguments, seconds: float = 200) -> list:
     return [results[rank] for rank in range(count)]
 
 
-def decode_here(jobs: list[Settings], target, draft, batches: list) -> list[tuple]:
-    """One rank's part in every job: the rounds of all batches that it saw, and the hit rate."""
+def decode_here(jobs: list[Settings], target, drafts: list, batches: list, change=None) -> list:
+    """One rank's part in every job: the rounds of all batches that it saw, and the hit rate. The
+    drafters have one of the `drafts` each, in turn; `change` is a planted mistake."""
     ranks, found, target = Ranks(jobs[0]), [], CausalLM(target)
     ranks.join()
     torch.set_num_threads(1)
-    draft = CausalLM(draft, target.vocab_size) if ranks.drafts else None
+    if change:
+        replace_line(pytest.MonkeyPatch(), *change)
+    draft = CausalLM(drafts[ranks.rank % len(drafts)], target.vocab_size) if ranks.drafts else None
     for s in jobs:
         made = Decoder(s, target.context, target if ranks.holds_target else None, draft, ranks)
         rounds = [texts_and_rounds(made, prompts) for prompts in batches]
         found.append((rounds, made.stats.summary()["hit_rate"]))
     return found
+
+
+def in_ranks_and_here(count: int, drafters: int, jobs: list[dict], change=None):
+    """Of every job: its settings, the rounds and hit rate of so many ranks, and those of one
+    process whose drafter has the whole budget."""
+    net, batches = network(), [RAGGED, RAGGED[:1]]
+    draft = imitation(net, 0.15)
+    given = [settings(drafters=drafters, max_new_tokens=40, **choices) for choices in jobs]
+    apart = in_ranks(count, decode_here, given, net, [draft], batches, change)[0]
+    for s, choices, found in zip(given, jobs, apart, strict=True):
+        here = decoder(net, draft, **choices | dict(max_new_tokens=40, budget=drafters * s.budget))
+        rounds = [texts_and_rounds(here, prompts) for prompts in batches]
+        yield s, found, (rounds, here.stats.summary()["hit_rate"])
 
 
 @pytest.mark.parametrize("count, drafters, jobs", (
@@ -1137,17 +1153,33 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list[tupl
         dict(temperature=0.8, no_public_noise=True, backup="random", fan_out="5,4,2,1")],
         marks=slow)))
 def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(count, drafters, jobs):
-    """Of several drafters that of one with the whole budget."""
-    net, batches = network(), [RAGGED, RAGGED[:1]]
-    draft = imitation(net, 0.15)
-    given = [settings(drafters=drafters, max_new_tokens=40, **choices) for choices in jobs]
-    apart = in_ranks(count, decode_here, given, net, draft, batches)[0]
-    for s, choices, (rounds, hit_rate) in zip(given, jobs, apart, strict=True):
-        choices = choices | dict(max_new_tokens=40, budget=drafters * s.budget)
-        together = decoder(net, draft, **choices)
-        assert rounds == [texts_and_rounds(together, prompts) for prompts in batches], choices
-        assert hit_rate == together.stats.summary()["hit_rate"]
-        assert (0 < hit_rate < 1) == (s.budget > 0)
+    for s, apart, here in in_ranks_and_here(count, drafters, jobs):
+        assert apart == here and (0 < here[1] < 1) == (s.budget > 0)
+
+
+@slow
+@pytest.mark.parametrize("right, wrong", (
+    ("SpeculationCache(guesses,", "SpeculationCache("
+     "Outcome(*(part.roll(1, 1)[:, self.share] for part in self.guesses)),"),
+    ("*self.guesses.bonus.shape)[..., self.share]", "*guesses.bonus.shape)")))
+def test_mistakes_of_several_drafters_are_caught(right, wrong):
+    """Both are lossless: answers from another drafter's branch, and coins that depend on how many
+    drafters there are."""
+    change = DraftWorker, "pre_speculate", right, wrong
+    (_, apart, here), = in_ranks_and_here(3, 2, [dict(temperature=1, budget=6)], change)
+    assert apart != here
+
+
+@slow
+def test_drafters_that_are_not_alike_cost_hits_and_nothing_else():
+    """Two that guess differently, as on different devices: for an outcome both may have prepared,
+    or neither."""
+    net = network()
+    drafts = [imitation(net, 0.15, seed) for seed in (1, 2)]
+    jobs = [settings(drafters=2, max_new_tokens=40, temperature=t) for t in (0, 1)]
+    (greedy, _), (drawn, hit_rate) = in_ranks(3, decode_here, jobs, net, drafts, [RAGGED * 5])[0]
+    assert greedy[0][0] == greedy_reference(net, RAGGED * 5, 40)
+    assert long_text_p_value(net, Warping(1), RAGGED * 5, drawn[0][0]) > ALPHA < hit_rate
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
