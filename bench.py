@@ -218,7 +218,7 @@ def measure(job: Run, row: Sweep) -> list[Competitor]:
     """All decode all prompts, taking turns. Of each name and value the fastest is returned, with
     what the workers of both ranks have `seen`."""
     competitors = [Competitor(job, *tried, threads) for tried in settings_to_try(row) for threads in
-                   sorted({1, job.ranks.threads + (tried[-1].get("mode", "ssd") != "ssd")})]
+                   sorted({1, job.threads + (tried[-1].get("mode", "ssd") != "ssd")})]
     for c in competitors:
         c.take_turn(-1, WARM_UP)
     turns = range(max(c.turns for c in competitors))
@@ -244,7 +244,7 @@ def still_in(competitors: list[Competitor], slower: float) -> list[Competitor]:
     taken = [((c.name, c.value), c.stats.prefill_seconds + c.stats.seconds) for c in competitors]
     fastest = dict(sorted(taken, key=lambda pair: -pair[1]))
     stay = [[seconds <= slower * fastest[variant] for variant, seconds in taken]]
-    dist.broadcast_object_list(stay, 0, device=torch.device("cpu"))
+    dist.broadcast_object_list(stay, 0)
     return list(itertools.compress(competitors, *stay))
 
 
@@ -400,6 +400,9 @@ def work(s: BenchSettings) -> None:
     job.leads, job.drafts = job.ranks.rank == 0, job.draft
     if job.leads:  # for SD
         job.draft = job.load_draft()
+    threads = [job.ranks.threads]
+    dist.broadcast_object_list(threads, 0)  # both ranks try the same
+    job.threads, = threads
     transformers.logging.set_verbosity_error()
     names = SWEEPS if "all" in s.sweep else s.sweep or ("greedy", "sampled")
     results = [result for name in names for result in show(job, name)]

@@ -86,7 +86,8 @@ class Wire:
 
     def __init__(self, ranks: Ranks, lookahead: int, width: int, dtype: torch.dtype):
         """`width` of q: V, or 0 when greedy, and its `dtype`."""
-        self.rank, self.drafters, self.device = ranks.rank, ranks.drafters, ranks.wire_device
+        self.rank, self.drafters = ranks.rank, ranks.drafters
+        self.device, self.group = ranks.wire_device, ranks.everybody
         self.lookahead, self.width, self.dtype = lookahead, width, dtype
 
     def listen(self, rows: int, own: Outcome | None = None) -> tuple[Outcome, dist.Work]:
@@ -118,7 +119,7 @@ class Wire:
                 said = own.source[:, None], own.tokens, own.q.flatten(1)
                 for place, each in zip(part.split(sizes, 1), said):
                     place.copy_(each)
-            dist.broadcast(part, drafter)
+            dist.broadcast(part, drafter, self.group)
             message = message.where(part[:, :1] == NOBODY, part)
         source, tokens, q = message.split(sizes, 1)
         return Speculation(tokens.long(), q.view(shape), source[:, 0].long().cpu())
@@ -126,7 +127,7 @@ class Wire:
     def report(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
         """The last drafter's `own` report, heard by all."""
         report = [own]
-        dist.broadcast_object_list(report, self.drafters[-1], device=torch.device("cpu"))
+        dist.broadcast_object_list(report, self.drafters[-1])
         return report[0]
 
 

@@ -1189,7 +1189,7 @@ def test_the_wire_carries_every_bit(dtype):
     tokens = (q[..., 0] * 2 ** 24).long()  # larger than any vocabulary
     speculation = Speculation(tokens, q, torch.tensor([PRIMARY, BACKUP] * 2))
     outcome = Outcome(torch.tensor([2, -1, 0, 3]), torch.tensor([1, 5, 10, 0]))
-    alone = SimpleNamespace(rank=0, drafters=[0], wire_device=torch.device("cpu"))
+    alone = SimpleNamespace(rank=0, drafters=[0], wire_device=torch.device("cpu"), everybody=None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wire = Wire(alone, 3, 11, dtype)

@@ -83,8 +83,7 @@ class Ranks:
         self.drafters = list(range(self.shards, self.world)) or [0]
         self.drafts = self.rank in self.drafters and s.mode != "ar"
         self.device = torch.device("cuda", local) if local < gpus else torch.device("cpu")
-        # a GPU if every rank has one, for tensors that travel from device to device
-        self.wire_device = self.device if here <= gpus else torch.device("cpu")
+        self.on_gpus = self.device.type == "cuda"  # and so are all ranks that hold the same model
         alone = self.shards == 1  # then the target may spread over all GPUs but the draft's
         taken = range(max(1, here - drafters), here)  # by drafters
         self.target_gpus = [gpu for gpu in range(gpus) if alone and gpu not in taken]
@@ -97,15 +96,20 @@ class Ranks:
         torch.set_num_threads(self.threads)
 
     def join(self) -> None:
-        """Meet the other ranks. Tensors on GPUs travel over NCCL, tensors in host memory over
-        gloo."""
-        nccl = self.wire_device.type == "cuda"
-        if nccl:
+        """Meet the other ranks. Tensors in host memory travel over gloo, those of a group that has
+        a GPU for each of its ranks over NCCL."""
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         # one rank may wait for another that downloads 140 GB; who is dead closes its connections
-        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timedelta(days=7),
-                                device_id=self.device if nccl else None)
-        self.targets = dist.new_group(list(range(self.shards)))
+        patience, gpus = timedelta(days=7), [None] * self.world
+        dist.init_process_group("gloo", timeout=patience)
+        dist.all_gather_object(gpus, self.on_gpus)
+        everybody, targets = list(range(self.world)), list(range(self.shards))
+        self.everybody, self.targets = (dist.new_group(
+            ranks, timeout=patience, backend="nccl" if all(gpus[rank] for rank in ranks) else "gloo")
+            for ranks in (everybody, targets))
+        self.wire_device = self.device if all(gpus) else torch.device("cpu")
+        self.on_gpus = all(gpus[rank] for rank in (targets if self.holds_target else self.drafters))
 
 
 class Run:
@@ -155,10 +159,10 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """--dtype, or by default what suits the device."""
+        """--dtype, or by default what suits the devices of all who compute the same."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
-        return torch.bfloat16 if self.ranks.device.type == "cuda" else torch.float32
+        return torch.bfloat16 if self.ranks.on_gpus else torch.float32
 
     def speed_up(self, model: CausalLM) -> CausalLM:
         if not self.settings.eager:
@@ -414,7 +418,7 @@ class Display:
 def run(s: Settings, work: Callable[[Settings], None]) -> None:
     """Do the work. What the user can mend is said in one sentence; what is over ends quietly."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    drafts = s.mode == "ssd" and rank == world - 1
+    drafts = s.mode == "ssd" and rank >= world - s.drafters
     name = f"rank {rank} ({'draft' if drafts else 'target'})"
     gc.freeze()  # what was imported is no garbage, and looking through it would delay a round
     gc.enable()

@@ -381,11 +381,12 @@ def test_a_torchrun_of_one_process_starts_the_drafters(monkeypatch):
 CPUS, SPREAD, NOWHERE = (0, 0), (3, 2_050_000), (3, 500_000)  # GPUs, free bytes of each
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "fast"],
          "drawn": ["--temperature", 1, "--seed", 3, "--downweight", 0.5],
-         "drawn sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"]}
+         "drawn sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"],
+         "float32": ["--mode", "ar", "--dtype", "auto"]}  # wherever there is not a GPU for each
 RUNS = {  # what so many ranks decode, on which machine
-    1: [(CPUS, "ar"), (CPUS, "drawn sd")],
-    2: [*((CPUS, name) for name in LINES), ((1, 0), "greedy"), ((2, 0), "drawn"),
-        (SPREAD, "drawn")],
+    1: [(CPUS, "ar"), (CPUS, "drawn sd"), (CPUS, "float32")],
+    2: [*((CPUS, name) for name in LINES), ((1, 0), "greedy"), ((1, 0), "float32"),
+        ((2, 0), "drawn"), (SPREAD, "drawn")],
     3: [(CPUS, "ar"), (CPUS, "drawn"), (CPUS, "drawn sd"), ((3, 0), "greedy"), ((3, 0), "drawn")]}
 
 
@@ -454,32 +455,31 @@ def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torc
 
 # ---- who computes where ----
 
-# GPUs, (mode, world, ranks here, rank, local rank); device, wire's, the target's GPUs, threads
+# GPUs, (mode, world, ranks here, rank, local rank); device, the target's GPUs, threads
 PLACES = {
-    "no GPU, second of two shards": (0, ("ssd", 3, 3, 1, 1), "cpu", "cpu", [], 3),
-    "no GPU, alone": (0, ("sd", 1, 1, 0, 0), "cpu", "cpu", [], 8),
-    "no GPU, two shards": (0, ("ar", 2, 2, 1, 1), "cpu", "cpu", [], 4),
-    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), "cuda:0", "cpu", [0], 7),
-    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), "cpu", "cpu", [0], 1),
-    "five GPUs, two ranks": (5, ("ssd", 2, 2, 0, 0), "cuda:0", "cuda:0", [0, 2, 3, 4], 7),
-    "five GPUs, five ranks": (5, ("ssd", 5, 5, 3, 3), "cuda:3", "cuda:3", [], 1),
-    "two machines, a rank each": (8, ("ssd", 2, 1, 1, 0), "cuda:0", "cuda:0", list(range(8)), 1)}
+    "no GPU, second of two shards": (0, ("ssd", 3, 3, 1, 1), "cpu", [], 3),
+    "no GPU, alone": (0, ("sd", 1, 1, 0, 0), "cpu", [], 8),
+    "no GPU, two shards": (0, ("ar", 2, 2, 1, 1), "cpu", [], 4),
+    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), "cuda:0", [0], 7),
+    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), "cpu", [0], 1),
+    "five GPUs, two ranks": (5, ("ssd", 2, 2, 0, 0), "cuda:0", [0, 2, 3, 4], 7),
+    "five GPUs, five ranks": (5, ("ssd", 5, 5, 3, 3), "cuda:3", [], 1),
+    "two machines, a rank each": (8, ("ssd", 2, 1, 1, 0), "cuda:0", list(range(8)), 1)}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_finds_its_place(place, monkeypatch):
     """On devices that need not be there: it is a decision, not a run on them."""
-    gpus, (mode, world, here, rank, local), device, wire, target_gpus, threads = PLACES[place]
+    gpus, (mode, world, here, rank, local), *expected = PLACES[place]
     for name, value in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here), ("RANK", rank),
                         ("LOCAL_RANK", local)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     ranks = Ranks(Settings(mode=mode))
-    found = str(ranks.device), str(ranks.wire_device), ranks.target_gpus, ranks.threads
-    assert found == (device, wire, target_gpus, threads)
+    assert [str(ranks.device), ranks.target_gpus, ranks.threads] == expected
     dtype = Run.dtype.fget(SimpleNamespace(settings=Settings(), ranks=ranks))
-    assert dtype == (torch.float32 if device == "cpu" else torch.bfloat16)
+    assert dtype == (torch.float32 if "cpu" in expected else torch.bfloat16)
     assert str(Ranks(Settings(mode=mode, device="cpu")).device) == "cpu"
 
 
@@ -555,6 +555,7 @@ def refuse(tape):
 
 @pytest.mark.parametrize("replay, reason", (
     (refuse, "operation not permitted"),
+    (lambda tape: None, "the recorded pass gives other logits"),  # nothing was recorded
     (lambda tape: tape.operations[-1][3].add_(1), "the recorded pass gives other logits")))
 def test_what_cannot_be_recorded_runs_eagerly(replay, reason, tapes, monkeypatch, capsys):
     monkeypatch.setattr(Tape, "replay", replay)
@@ -730,14 +731,15 @@ def stand_in(free: int) -> None:
     torch.cuda.mem_get_info = lambda _: (free, 2 ** 36)
     if torch.cuda.CUDAGraph is Tape:
         return
-    current, init_gloo = [torch.device("cuda", 0)], dist.init_process_group
+    current, new_gloo_group = [torch.device("cuda", 0)], dist.new_group
 
-    def init_process_group(backend, timeout, device_id):
-        assert (backend, device_id) == (("cpu:gloo,cuda:nccl", current[0]) if device_id else
-                                        ("gloo", None))
-        init_gloo("gloo")
+    def new_group(ranks, timeout, backend):
+        assert timeout.days and (backend == "nccl") == (max(ranks) < torch.cuda.device_count())
+        if backend == "nccl" and dist.get_rank() in ranks:  # it takes the current device
+            assert current[0] == torch.device("cuda", dist.get_rank())
+        return new_gloo_group(ranks)
 
-    dist.init_process_group, place_parts = init_process_group, accelerate.infer_auto_device_map
+    dist.new_group, place_parts = new_group, accelerate.infer_auto_device_map
     accelerate.infer_auto_device_map = lambda *arguments, **options: {  # a bare number is a GPU
         part: f"cuda:{gpu}" if isinstance(gpu, int) else gpu
         for part, gpu in place_parts(*arguments, **options).items()}
@@ -775,6 +777,7 @@ FIGURES = "timeline fan-out downweight batch budget".split()  # all of draw.py
 def bench_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
     """A rank's job: few turns, and figures as small as they can be drawn."""
     every, bench.LEAST, bench.WARM_UP = bench.sweeps, 2, 1
+    os.sched_getaffinity = lambda _: set(range(4))  # where both ranks have more than one
 
     def reduced(name: str, row: bench.Sweep) -> bench.Sweep:
         kept = list(row.lines) if name == "greedy" else list(row.lines)[:2]
