@@ -862,11 +862,10 @@ def test_given_k_and_given_a_hit_or_miss_the_token_after_is_the_targets(choices)
 # every setting at once, over long texts
 
 def long_text_p_value(net, warping: Warping, prompts: list, texts: list) -> float:
-    """Were these texts drawn from the target? Replays them through it. At every place the token's
-    rank in the target's distribution p (0: the likeliest) has probability p_(rank); summed over all
-    places, observed minus expected counts of the ranks have mean 0 and covariance sum diag(p) - p
-    p^T whatever the texts (they are a martingale), hence a chi-square of their own."""
-    difference, covariance = 0, 0
+    """Were these texts drawn from the target? Replays them through it: which coin has drawn each
+    token, if the likeliest tokens come first? Any of an interval as long as the token's probability
+    p; we toss for it, and such coins are uniform and independent whatever the text before."""
+    coins = []
     for prompt, text in zip(prompts, texts):
         with torch.inference_mode():
             logits = net(torch.tensor([prompt + text])).logits[0, len(prompt) - 1:-1]
@@ -874,13 +873,10 @@ def long_text_p_value(net, warping: Warping, prompts: list, texts: list) -> floa
         drawn = order == torch.tensor(text)[:, None]
         if (p[drawn] == 0).any():
             return 0.0
-        difference = difference + (drawn.double() - p).sum(0)
-        covariance = covariance + torch.diag(p.sum(0)) - p.T @ p
-    ranks = covariance.diagonal() > 5  # without ranks that hardly occur, and without the last:
-    ranks[ranks.nonzero()[-1]] = False  # p sums to one
-    difference, covariance = difference[ranks], covariance[ranks][:, ranks]
-    chi_square = difference @ torch.linalg.solve(covariance, difference)
-    return float(torch.special.gammaincc(ranks.sum() / 2, chi_square / 2))
+        coins.append((p.cumsum(-1) - uniform(len(text), 1, seed=len(coins)) * p)[drawn])
+    eighth = (torch.cat(coins) * 8).long().clamp(max=7)
+    even = torch.full((1, 8), 1 / 8, dtype=torch.float64)
+    return goodness_of_fit(torch.bincount(eighth, minlength=8)[None], even)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=slow if n > 3 else ()) for n in range(24)])

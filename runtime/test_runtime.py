@@ -672,8 +672,6 @@ class Machine(TorchFunctionMode):
         with torch._C.DisableTorchFunctionSubclass():
             if function == Tensor.device.__get__:
                 return place(*arguments)
-            if function == Tensor.is_cuda.__get__:
-                return place(*arguments).type == "cuda"
             return self.compute(function, arguments, options or {})
 
     def compute(self, function, arguments: tuple, options: dict):
@@ -713,7 +711,7 @@ def place(tensor: Tensor) -> torch.device:
 
 
 def destination(function, arguments: tuple, options: dict) -> torch.device | None:
-    """Where the result is asked to be; "cuda" is the first GPU."""
+    """Where the result is asked to be."""
     named = CPU if function is Tensor.cpu else options.get("device")
     if function is Tensor.to and len(arguments) > 1:
         named = arguments[1]
@@ -721,8 +719,7 @@ def destination(function, arguments: tuple, options: dict) -> torch.device | Non
         return place(named)
     if named is None or isinstance(named, torch.dtype):
         return None
-    device = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-    return torch.device("cuda", 0) if device == torch.device("cuda") else device
+    return torch.device(named)
 
 
 def stand_in(free: int) -> None:
@@ -755,7 +752,7 @@ def stand_in(free: int) -> None:
 def reads() -> list[int]:
     """A rank's job: how often the host reads from a GPU in a verification, greedy and sampled."""
     stand_in(2 ** 36)
-    found, net = [], copy.deepcopy(network()).to("cuda")
+    found, net = [], copy.deepcopy(network()).to("cuda:0")
     for temperature, width in ((0, 0), (1, 40)):
         target, q = decoder(net, mode="ar", temperature=temperature).target, torch.ones(1, 3, width)
         target.advance(target.prefill(RAGGED[:1], 60, 3))
