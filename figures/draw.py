@@ -131,7 +131,7 @@ def drafters(job, shown: list, axes) -> None:
         found = {c.value / budget: c.figures() for c in shown if c.name == name}
         numbers, one = [D for D in found if D >= 1], found[1]
         speeds = [throughput(found[D]["hit_rate"], found[D]["E_hit"], found[D]["E_miss"] or 0.0,
-                             one["T_p"], one["T_b"]) for D in numbers]
+                             one["T_p"], one["T_b"] or 0.0) for D in numbers]
         axes[3].plot(numbers, [speed / speeds[0] for speed in speeds], label=name, **style)
     axes[3].set(xscale="log", xlabel=f"drafters, each with budget {budget}", ylim=(0, 1.5),
                 ylabel="predicted speed over one drafter's")

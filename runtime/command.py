@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoTokenizer
 from cache import PRIMARY, Outcome, Speculation, throughput
 from runtime.cuda_graphs import record_passes
 from runtime.model import CausalLM, context_length, load
-from runtime.settings import Settings, UserError, complain, interrupted, write_json
+from runtime.settings import (Settings, UserError, complain, first_line, interrupted,
+                              write_json)
 from runtime.tensor_parallel import check_shardable, load_sharded
 
 WEIGHTS = 0.8  # the share of several GPUs' free memory for weights: the rest is for the KV
@@ -40,9 +41,8 @@ def open_model(flag: str, path: str):
     try:
         return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as problem:
-        reason = str(problem).splitlines()[0]
         raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a "
-                        f"model on the Hugging Face Hub ({reason})") from problem
+                        f"model on the Hugging Face Hub ({first_line(problem)})") from problem
 
 
 def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[int]]:
@@ -104,10 +104,13 @@ class Ranks:
         patience, gpus = timedelta(days=7), [None] * self.world
         dist.init_process_group("gloo", timeout=patience)
         dist.all_gather_object(gpus, self.on_gpus)
-        everybody, targets = list(range(self.world)), list(range(self.shards))
-        self.everybody, self.targets = (dist.new_group(
-            ranks, timeout=patience, backend="nccl" if all(gpus[rank] for rank in ranks) else "gloo")
-            for ranks in (everybody, targets))
+
+        def group(ranks: list[int]) -> dist.ProcessGroup:
+            backend = "nccl" if all(gpus[rank] for rank in ranks) else "gloo"
+            return dist.new_group(ranks, timeout=patience, backend=backend)
+
+        targets = list(range(self.shards))
+        self.everybody, self.targets = group(list(range(self.world))), group(targets)
         self.wire_device = self.device if all(gpus) else torch.device("cpu")
         self.on_gpus = all(gpus[rank] for rank in (targets if self.holds_target else self.drafters))
 

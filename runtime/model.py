@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from runtime.settings import UserError
+from runtime.settings import UserError, first_line
 
 PROBE = 32  # tokens of the text with which a model is tried
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
@@ -186,6 +186,9 @@ class CausalLM:
         except Exception as problem:
             raise UserError(f"{config.model_type} models cannot run with KV slots and tree "
                             f"attention ({type(problem).__name__}: {problem})") from problem
+        if not plain.isfinite().all():
+            raise UserError(f"this {config.model_type} model gives logits that are infinite or not "
+                            f"numbers in {self.dtype}: a damaged file, or too narrow a --dtype")
         rounding = distance(torch.cat(stepwise, 1), plain)
         if differ(logits, fit_vocabulary(plain, self.vocab_size), rounding):
             raise UserError(f"{config.model_type} models give other logits with KV slots and tree "
@@ -224,10 +227,10 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
     except Exception as problem:  # a corrupt file raises what its reader pleases
         if isinstance(problem, torch.OutOfMemoryError):
             raise
-        reason = (str(problem) or repr(problem)).splitlines()[0]
-        if max_memory and "offload" in reason:
-            reason = f"it does not fit into the free memory of {len(max_memory)} GPUs"
-        raise UserError(f"cannot load {path}: {reason}") from problem
+        said = first_line(problem)
+        if max_memory and "offload" in said:
+            said = f"it does not fit into the free memory of {len(max_memory)} GPUs"
+        raise UserError(f"cannot load {path}: {said}") from problem
     return network
 
 

@@ -31,6 +31,11 @@ class UserError(Exception):
     """Something the user can mend; its text is one sentence that says how."""
 
 
+def first_line(problem: Exception) -> str:
+    """The first line of what a library says of it."""
+    return (str(problem) or repr(problem)).splitlines()[0]
+
+
 def option(default, help: str, least: float | None = None, most: float = math.inf, **form):
     """A field of `Settings`, and the command line option that sets it; of a number, its range."""
     shown = "none" if default in (None, ()) else default
@@ -122,6 +127,8 @@ class Settings:
             if least is not None and not least <= value <= most:
                 allowed = f"at least {least}" + f" and at most {most}" * (most < math.inf)
                 raise UserError(f"--{f.name.replace('_', '-')} is {value}; it must be {allowed}")
+        if 0 < self.temperature < 1e-6:
+            raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if self.lookahead > max(16, self.max_new_tokens):
             raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens a "
                             f"round; --max-new-tokens is {self.max_new_tokens}")

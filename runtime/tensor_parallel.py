@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from runtime.settings import UserError
+from runtime.settings import UserError, first_line
 
 SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of a weight `[out, in]` that is shared out
 WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
@@ -60,8 +60,7 @@ def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
             network.load_state_dict(weights, strict=False, assign=True)
             missing -= weights.keys()
     except (OSError, ValueError, KeyError, SafetensorError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise UserError(f"cannot load {path} in shares: {reason}") from problem
+        raise UserError(f"cannot load {path} in shares: {first_line(problem)}") from problem
     network.tie_weights(missing, recompute_mapping=False)  # what it ties is missing no longer
     if missing:
         raise UserError(f"cannot load {path} in shares: its files lack {min(missing)}")

@@ -508,8 +508,9 @@ class Tape(TorchDispatchMode):
 
 
 STREAM = SimpleNamespace(wait_stream=lambda other: None)
-GRAPHS = {"CUDAGraph": Tape, "graph": lambda tape, **_: tape, "Stream": lambda: STREAM,
-          "current_stream": lambda: STREAM, "stream": lambda _: nullcontext()}
+GRAPHS = {"CUDAGraph": Tape, "graph": lambda tape, *_, **__: tape, "Stream": lambda: STREAM,
+          "current_stream": lambda: STREAM, "stream": lambda _: nullcontext(),
+          "graph_pool_handle": lambda: None}
 
 
 @pytest.fixture
@@ -518,7 +519,7 @@ def tapes(monkeypatch):
     recorded = []
     for name, value in GRAPHS.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "graph", lambda tape, **_: recorded.append(tape) or tape)
+    monkeypatch.setattr(torch.cuda, "graph", lambda tape, *_, **__: recorded.append(tape) or tape)
     monkeypatch.setattr(cuda_graphs, "BUCKET", 16)
     return recorded
 
