@@ -68,6 +68,7 @@ class BenchSettings(Settings):
 
 SETTINGS = begin(BenchSettings) if __name__ == "__main__" else None  # before torch: that is slow
 
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -170,12 +171,12 @@ class Competitor:
         prepares = f", budget {s.budget}" * (s.mode == "ssd")
         return f"{self.threads} thread{plural}{drafts}{prepares}"
 
-    def take_turn(self, turn: int, max_new_tokens: int) -> None:
+    def take_turn(self, turn: int) -> None:
         """Turn -1, a warm-up, does not count for the speed."""
         all_prompts, size, stats = self.job.prompts, self.settings.batch_size, self.stats
         prompts = [all_prompts[(turn * size + i) % len(all_prompts)] for i in range(size)]
         tokens, seconds = stats.tokens - stats.prefill_tokens, stats.seconds
-        self.settings.max_new_tokens = max_new_tokens
+        self.settings.max_new_tokens = self.job.settings.max_new_tokens if turn >= 0 else WARM_UP
         for worker in self.workers:
             worker.watch.spans = []
         if self.job.leads:
@@ -216,22 +217,22 @@ def settings_to_try(row: Sweep) -> list[tuple[str, Any, dict[str, Any]]]:
 
 def measure(job: Run, row: Sweep) -> list[Competitor]:
     """All decode all prompts, taking turns. Of each name and value the fastest is returned, with
-    what the workers of both ranks have `seen`."""
+    what the workers of both ranks have `seen`: spans of work, and estimates by source."""
     competitors = [Competitor(job, *tried, threads) for tried in settings_to_try(row) for threads in
                    sorted({1, job.threads + (tried[-1].get("mode", "ssd") != "ssd")})]
-    for c in competitors:
-        c.take_turn(-1, WARM_UP)
-    turns = range(max(c.turns for c in competitors))
+    turns = range(-1, max(c.turns for c in competitors))
     for turn in tqdm(turns, unit="turn", leave=False, disable=not job.leads):
-        competitors = still_in(competitors, SLOWER.get(turn, math.inf))
+        if turn in SLOWER:
+            competitors = still_in(competitors, SLOWER[turn])
         first = turn % len(competitors)
         for c in competitors[first:] + competitors[:first]:
             if turn < c.turns:
-                c.take_turn(turn, job.settings.max_new_tokens)
+                c.take_turn(turn)
     competitors = still_in(competitors, 1.0)
     both = [None, None]
-    dist.all_gather_object(both, [[(worker.watch.spans, counted_ranks(worker))
-                                   for worker in c.workers] for c in competitors])
+    dist.all_gather_object(both, [[
+        (worker.watch.spans, dict(worker.fan_out.estimates) if hasattr(worker, "fan_out") else {})
+        for worker in c.workers] for c in competitors])
     for c, *seen in zip(competitors, *both):
         c.seen = sum(seen, [])
     if job.leads:
@@ -246,12 +247,6 @@ def still_in(competitors: list[Competitor], slower: float) -> list[Competitor]:
     stay = [[seconds <= slower * fastest[variant] for variant, seconds in taken]]
     dist.broadcast_object_list(stay, 0)
     return list(itertools.compress(competitors, *stay))
-
-
-def counted_ranks(worker: Any) -> dict[str, torch.Tensor]:
-    """By source of speculations: how often the bonus token was the draft's guess no. 1, 2, ..."""
-    estimates = worker.fan_out.estimates if hasattr(worker, "fan_out") else {}
-    return {source: estimate.ranks for source, estimate in estimates.items()}
 
 
 def check_texts(competitors: list[Competitor], exact: bool) -> None:
@@ -350,7 +345,8 @@ def show(job: Run, name: str) -> list[dict[str, Any]]:
         table.append([c.name, c.value, c, statistics.median(c.speeds), quartiles, against(c, ar),
                       against(c, sd), bounds(c, sd)])
     print_table(f"{name}: {len(job.prompts)} prompts, {job.settings.max_new_tokens} tokens each", [
-        "", row.axis, "best with", "tokens/s", "quartiles", "/ AR", "/ SD", "Cor. 9"], *table)
+        "", row.axis, "best with", "tokens/s", "quartiles", "/ AR", "/ SD", "Cor. 9 at one T_v"],
+        *table)
     print_table("T_b of SD is T_SD, the drafting that SSD hides", [
         "", row.axis, *map(draw.words, COLUMNS)],
         *([c.name, c.value, *map(c.figures().get, COLUMNS)] for c in shown))
@@ -404,15 +400,20 @@ def work(s: BenchSettings) -> None:
     dist.broadcast_object_list(threads, 0)  # both ranks try the same
     job.threads, = threads
     transformers.logging.set_verbosity_error()
+    process, own = psutil.Process(), [None, None]
+    process.cpu_percent(), psutil.cpu_percent()  # since now
     names = SWEEPS if "all" in s.sweep else s.sweep or ("greedy", "sampled")
     results = [result for name in names for result in show(job, name)]
+    dist.all_gather_object(own, process.cpu_percent() / psutil.cpu_count())
     machine = {"machine": platform.platform(), "torch": torch.__version__,
-               "transformers": transformers.__version__, "gpus": [
-                   torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]}
+               "transformers": transformers.__version__,
+               "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+               "cores used by others": f"{max(0, psutil.cpu_percent() - sum(own)):.0f}%"}
     if job.leads:
-        print(f"\n{machine}")
-    if job.leads and s.out is not None:
-        write_json("--out", s.out, {"machine": machine, "settings": asdict(s), "results": results})
+        print(f"\n{machine}\nOthers on the cores slow SSD most: it needs two at once.")
+        if s.out is not None:
+            result = {"machine": machine, "settings": asdict(s), "results": results}
+            write_json("--out", s.out, result)
 
 
 if __name__ == "__main__":
