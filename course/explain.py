@@ -134,6 +134,9 @@ def explain(s: ExplainSettings) -> None:
     job.join_and_load()
     decoder = Decoder(replace(s, mode="ssd"), job.context, job.target, job.draft)
     texts = Texts(job.prompts, s.max_new_tokens, job.context, decoder.eos, Stats())
+    if s.temperature and not s.no_public_noise:
+        say("guessed are the largest q / e, e the public noise; with --no-public-noise the largest q",
+            DIM)
     narrator = Narrator(s, job.tokenizer, decoder.speculator, texts)
     with (patch.object(sampling, "verify", narrator.verify),
           patch.object(job.draft, "causal", narrator.draft_pass)):

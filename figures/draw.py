@@ -57,7 +57,9 @@ def lines(ax, row, shown: list, y: str, x: str | None) -> None:
                         textcoords="offset points", fontsize=7)
     if not x and row.values[-1] > 10:
         ax.set_xscale("symlog", base=2, linthresh=row.values[1])
-    if not x:
+    if x:
+        ax.set_title(f"numbers: {words(row.axis)}")
+    else:
         ax.set_xticks(row.values, map(str, row.values))
     if y == "T_p":
         ax.axhline(1, color="grey", linewidth=1)
@@ -89,15 +91,15 @@ def fan_out(job, shown: list, axes) -> None:
             some, r = miss > 0, fit_power_law(miss.tolist())
             scale = (miss[some].log() + r * F[some].log()).mean().exp()
             drawn = some & (F[:, None] == torch.tensor(DRAWN)).any(1)
-            ax.plot(F[drawn], miss[drawn], **style | {"linestyle": ""}, label=f"temperature "
-                    f"{c.value:g}: r = {r:.2f} ({int(ranks.sum())} tokens)")
+            ax.plot(F[drawn], miss[drawn], **style | {"linestyle": ""},
+                    label=f"T = {c.value:g}: r = {r:.2f} ({int(ranks.sum())} tokens)")
             ax.plot(F, scale * F ** -r, **style | THIN)
         ax.set(xscale="log", yscale="log", ylim=(0.005, 1), title=f"after the {title}",
                xlabel="fan-out F", ylabel="share of bonus tokens not guessed")
         ax.set_xticks(ticks, map(str, ticks))
         ax.set_yticks(rates, map(str, rates))
         ax.minorticks_off()
-        ax.legend()
+        ax.legend(loc="lower left")
 
 
 def bars(job, shown: list, axes) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import huggingface_hub
+import psutil
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -87,9 +88,10 @@ class Ranks:
         alone = self.shards == 1  # then the target may spread over all GPUs but the draft's
         taken = range(max(1, here - drafters), here)  # by drafters
         self.target_gpus = [gpu for gpu in range(gpus) if alone and gpu not in taken]
-        cpus = os.cpu_count() or 1
+        # as many threads as cores, as PyTorch itself would: two on one core slow each other
+        cpus = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
-            cpus = len(os.sched_getaffinity(0))
+            cpus = min(cpus, len(os.sched_getaffinity(0)))
         self.threads = 1  # of a drafter; the others share the remaining cores
         if not drafters or self.holds_target:
             self.threads = max(1, (cpus - drafters) // max(1, here - drafters))

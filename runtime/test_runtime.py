@@ -475,7 +475,8 @@ def test_every_rank_finds_its_place(place, monkeypatch):
                         ("LOCAL_RANK", local)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16 if logical else 8)
     ranks = Ranks(Settings(mode=mode))
     assert [str(ranks.device), ranks.target_gpus, ranks.threads] == expected
     dtype = Run.dtype.fget(SimpleNamespace(settings=Settings(), ranks=ranks))
@@ -775,7 +776,8 @@ FIGURES = "timeline fan-out downweight batch budget".split()  # all of draw.py
 def bench_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
     """A rank's job: few turns, and figures as small as they can be drawn."""
     every, bench.LEAST, bench.WARM_UP = bench.sweeps, 2, 1
-    os.sched_getaffinity = lambda _: set(range(4))  # where both ranks have more than one
+    os.sched_getaffinity = lambda _: set(range(4))
+    psutil.cpu_count = lambda logical=True: 4  # where both ranks have more than one core
 
     def reduced(name: str, row: bench.Sweep) -> bench.Sweep:
         kept = list(row.lines) if name == "greedy" else list(row.lines)[:2]
