@@ -71,15 +71,16 @@ class DraftWorker:
     def __init__(self, model: CausalLM, warping: sampling.Warping, seed: int, fan_out: FanOut,
                  downweight: float = 1.0, public_seed: int | None = None, number: int = 0,
                  drafters: int = 1):
-        """`warping` and `public_seed` as the target's; `seed` of the draft's own coins,
-        independent of the verifier's; `fan_out` and `downweight`, C: the choices of sections 4.1
-        to 4.3. Of several `drafters`, alike in all else, `number` d prepares for guesses d,
-        d + drafters, ...; the last one answers where nobody is prepared."""
+        """`warping` and `public_seed` as the target's; `seed` of the coins for branches, `seed` + 1
+        for backups, both independent of the verifier's; `fan_out` and `downweight`, C: the choices
+        of sections 4.1 to 4.3. Of several `drafters`, alike in all else, `number` d prepares for
+        guesses d, d + drafters, ...; the last one answers where nobody is prepared."""
         self.model, self.warping, self.fan_out = model, warping, fan_out
         self.downweight, self.lookahead = downweight, fan_out.lookahead
         self.share, self.is_last = slice(number, None, drafters), number == drafters - 1
         self.public_seed, self.rows = None if warping.greedy else public_seed, 0
-        self.generator = torch.Generator().manual_seed(seed)
+        self.branch_coins = torch.Generator().manual_seed(seed)
+        self.backup_coins = torch.Generator().manual_seed(seed + 1)
         self.watch = Stopwatch(model.device)
         self.no_q = torch.zeros(0 if warping.greedy else model.vocab_size, device=model.device,
                                 dtype=torch.promote_types(model.dtype, torch.float32))
@@ -112,9 +113,9 @@ class DraftWorker:
         source = torch.full_like(outcome.bonus, BACKUP if self.is_last else NOBODY)
         source[hit] = NOBODY
         source[prepared] = PRIMARY
-        if not (hit | outcome.ended).all():
+        if self.is_last and not (hit | outcome.ended).all():
             keep = prepared.to(tokens.device)[:, None]  # before the passes: it would wait for them
-            with self.watch("backup"):  # by all drafters: their coins stay the same
+            with self.watch("backup"):
                 tokens_now, q_now = getattr(self, f"{self.fan_out.backup}_backup")()
             tokens, q = tokens.where(keep, tokens_now), q.where(keep[..., None], q_now)
         self.judged, self.cache, self.guesses = (
@@ -133,7 +134,7 @@ class DraftWorker:
         """The draft model, one pass per token. The first pass takes the last two verified tokens:
         if all K tokens of a neural backup were accepted and no trunk pass followed, the KV of the
         last but one is missing."""
-        coins = self.coins(self.lookahead, len(self.text))
+        coins = self.toss(self.backup_coins, self.lookahead, len(self.text))
         start = (self.length - 2).clamp(min=0)  # a row that ended at once may have one token
         tokens = self.text.gather(1, start[:, None] + torch.arange(2)).to(self.model.device)
         drafted = []
@@ -152,7 +153,7 @@ class DraftWorker:
 
     def random_backup(self) -> Drafted:
         """Tokens drawn from the uniform distribution."""
-        coins, V = self.coins(len(self.text), self.lookahead), self.model.vocab_size
+        coins, V = self.toss(self.backup_coins, len(self.row), self.lookahead), self.model.vocab_size
         return (coins * V).long(), self.no_q.new_full((*coins.shape, len(self.no_q)), 1 / V)
 
     # ---- pre-speculation, while the target verifies ----
@@ -171,7 +172,8 @@ class DraftWorker:
         with self.watch("trunk"):
             self.guesses = self.guess()
             guesses = Outcome(*(part[:, self.share] for part in self.guesses))
-            coins = self.coins(self.lookahead, *self.guesses.bonus.shape)[..., self.share]
+            coins = self.toss(self.branch_coins, self.lookahead, *self.guesses.bonus.shape)
+            coins = coins[..., self.share]  # all drafters toss alike
             trunk = int(self.length.max()) + self.verifying.tokens.shape[1]
             tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead)
             tokens, tree = guesses.bonus.to(device), Tree(*(part.to(device) for part in tree))
@@ -204,10 +206,9 @@ class DraftWorker:
         outcomes = likely_outcomes(self.scores, torch.tensor(shapes)[self.verifying.source])
         return Outcome(*(part.cpu() for part in outcomes))
 
-    def coins(self, *shape: int) -> torch.Tensor:
-        """Uniform random numbers in [0, 1), from the draft's own generator."""
-        coins = torch.rand(shape, generator=self.generator, dtype=torch.float64)
-        return coins.to(self.model.device)
+    def toss(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        """Uniform random numbers in [0, 1)."""
+        return torch.rand(shape, generator=generator, dtype=torch.float64).to(self.model.device)
 
     def report(self) -> dict[str, Any]:
         """"times": (seconds, count) of trunk passes, tree steps and backups since the last call;

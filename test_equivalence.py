@@ -136,7 +136,7 @@ def texts_and_rounds(made: Decoder, prompts: list[list[int]]) -> tuple[list[list
 def run_rounds(made: Decoder, prompts: list[list[int]], rounds: int, ends: dict = {}) -> list:
     """Algorithm 1: the (speculation, outcome) of all rounds, round 0 first. Row r ends in round
     `ends[r]`, the others never."""
-    longest = max(map(len, prompts)) + 1 + rounds * (made.speculator.lookahead + 1)
+    longest = max(map(len, prompts)) + 1 + (rounds + 2) * (made.speculator.lookahead + 1)
     made.speculator.start(prompts, longest)
     speculation = Speculation.empty(len(prompts))
     record = [(speculation, made.target.prefill(prompts, longest, made.speculator.lookahead))]
@@ -1109,8 +1109,9 @@ def in_ranks(count: int, job, *arguments, seconds: float = 200) -> list:
 
 
 def decode_here(jobs: list[Settings], target, drafts: list, batches: list, change=None) -> list:
-    """One rank's part in every job: the rounds of all batches that it saw, and the hit rate. The
-    drafters have one of the `drafts` each, in turn; `change` is a planted mistake."""
+    """One rank's part in every job: the rounds of all batches that it saw, the hit rate, and where
+    its branches' coins have arrived. The drafters have one of the `drafts` each, in turn; `change`
+    is a planted mistake."""
     ranks, found, target = Ranks(jobs[0]), [], CausalLM(target)
     ranks.join()
     torch.set_num_threads(1)
@@ -1120,7 +1121,8 @@ def decode_here(jobs: list[Settings], target, drafts: list, batches: list, chang
     for s in jobs:
         made = Decoder(s, target.context, target if ranks.holds_target else None, draft, ranks)
         rounds = [texts_and_rounds(made, prompts) for prompts in batches]
-        found.append((rounds, made.stats.summary()["hit_rate"]))
+        coins = made.speculator.branch_coins.get_state().tolist() if draft else None
+        found.append((rounds, made.stats.summary()["hit_rate"], coins))
     return found
 
 
@@ -1131,10 +1133,10 @@ def in_ranks_and_here(count: int, drafters: int, jobs: list[dict], change=None):
     draft = imitation(net, 0.15)
     given = [settings(drafters=drafters, max_new_tokens=40, **choices) for choices in jobs]
     apart = in_ranks(count, decode_here, given, net, [draft], batches, change)[0]
-    for s, choices, found in zip(given, jobs, apart, strict=True):
+    for s, choices, (*found, _) in zip(given, jobs, apart, strict=True):
         here = decoder(net, draft, **choices | dict(max_new_tokens=40, budget=drafters * s.budget))
         rounds = [texts_and_rounds(here, prompts) for prompts in batches]
-        yield s, found, (rounds, here.stats.summary()["hit_rate"])
+        yield s, found, [rounds, here.stats.summary()["hit_rate"]]
 
 
 @pytest.mark.parametrize("count, drafters, jobs", (
@@ -1157,7 +1159,7 @@ def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(coun
 @pytest.mark.parametrize("right, wrong", (
     ("SpeculationCache(guesses,", "SpeculationCache("
      "Outcome(*(part.roll(1, 1)[:, self.share] for part in self.guesses)),"),
-    ("*self.guesses.bonus.shape)[..., self.share]", "*guesses.bonus.shape)")))
+    ("coins[..., self.share]", "coins[..., :guesses.bonus.shape[1]]")))
 def test_mistakes_of_several_drafters_are_caught(right, wrong):
     """Both are lossless: answers from another drafter's branch, and coins that depend on how many
     drafters there are."""
@@ -1169,11 +1171,13 @@ def test_mistakes_of_several_drafters_are_caught(right, wrong):
 @slow
 def test_drafters_that_are_not_alike_cost_hits_and_nothing_else():
     """Two that guess differently, as on different devices: for an outcome both may have prepared,
-    or neither."""
+    or neither. No coin may serve twice."""
     net = network()
     drafts = [imitation(net, 0.15, seed) for seed in (1, 2)]
     jobs = [settings(drafters=2, max_new_tokens=40, temperature=t) for t in (0, 1)]
-    (greedy, _), (drawn, hit_rate) = in_ranks(3, decode_here, jobs, net, drafts, [RAGGED * 5])[0]
+    (greedy, drawn), one, other = in_ranks(3, decode_here, jobs, net, drafts, [RAGGED * 5])
+    assert [coins for *_, coins in one] == [coins for *_, coins in other]
+    (greedy, *_), (drawn, hit_rate, _) = greedy, drawn
     assert greedy[0][0] == greedy_reference(net, RAGGED * 5, 40)
     assert long_text_p_value(net, Warping(1), RAGGED * 5, drawn[0][0]) > ALPHA < hit_rate
 

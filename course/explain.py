@@ -30,8 +30,8 @@ class ExplainSettings(Settings):
     def check(self) -> None:
         self.mode = "sd"  # one process holds both models
         self.eager = True  # a CUDA graph would overwrite the logits that are to be shown
+        self.max_new_tokens = max(1, 1 + self.rounds * (self.lookahead + 1))
         super().check()
-        self.max_new_tokens = 1 + self.rounds * (self.lookahead + 1)
 
 
 SETTINGS = begin(ExplainSettings) if __name__ == "__main__" else None  # importing torch takes time
@@ -135,8 +135,7 @@ def explain(s: ExplainSettings) -> None:
     decoder = Decoder(replace(s, mode="ssd"), job.context, job.target, job.draft)
     texts = Texts(job.prompts, s.max_new_tokens, job.context, decoder.eos, Stats())
     if s.temperature and not s.no_public_noise:
-        say("guessed are the largest q / e, e the public noise; with --no-public-noise the largest q",
-            DIM)
+        say("guessed are the largest q / e, e the public noise; --no-public-noise: largest q", DIM)
     narrator = Narrator(s, job.tokenizer, decoder.speculator, texts)
     with (patch.object(sampling, "verify", narrator.verify),
           patch.object(job.draft, "causal", narrator.draft_pass)):

@@ -22,19 +22,20 @@ LONGEST_RECORDED = 64  # tokens a row; beyond, kernels take longer than their la
 class Recording:
     """A pass as a CUDA graph. Inputs are copied to where they lay when it was recorded."""
 
-    def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool):
+    def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
+                 stream: torch.cuda.Stream):
         """`pool`: memory that recordings may share, as none is replayed before the last one's
-        output was copied. Raises RuntimeError where the pass cannot be recorded, or a replay gives
-        other logits."""
+        output was copied; those that do have one `stream`. Raises RuntimeError where the pass
+        cannot be recorded, or a replay gives other logits."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        stream, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        main = torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):  # what libraries set up at a first call is not recorded
             expected = run(*self.inputs)
         main.wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         # NCCL's and other threads do as they please meanwhile
-        with torch.cuda.graph(self.graph, pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, pool, stream, capture_error_mode="thread_local"):
             self.output = run(*self.inputs)
         self.output.fill_(math.nan)  # all that a replay gives is its own
         if differ(self.replay(inputs), expected):
@@ -51,7 +52,7 @@ class Recorder:
     """Stands in for `CausalLM.eager`, for passes that give logits; prefill is always eager."""
 
     def __init__(self, model: CausalLM):
-        self.model, self.pool = model, torch.cuda.graph_pool_handle()
+        self.model, self.stream, self.pool = model, torch.cuda.Stream(), None
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  mask: torch.Tensor) -> torch.Tensor:
@@ -64,8 +65,10 @@ class Recorder:
         inputs, shape = (tokens, positions, slots, mask), (*tokens.shape, seen)
         kv.uses[shape] += 1
         if kv.uses[shape] == RECORD_FROM:
+            if not kv.recordings:  # a pool dies with the recordings that share it
+                self.pool = torch.cuda.graph_pool_handle()
             try:
-                kv.recordings[shape] = Recording(eager, inputs, self.pool)
+                kv.recordings[shape] = Recording(eager, inputs, self.pool, self.stream)
             except RuntimeError as problem:
                 print(f"{self.model.network.config.model_type} passes cannot be recorded as CUDA "
                       f"graphs and run eagerly: {problem}", file=sys.stderr)
