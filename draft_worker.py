@@ -131,9 +131,8 @@ class DraftWorker:
         self.length, self.outcome = end + 1, outcome
 
     def neural_backup(self) -> Drafted:
-        """The draft model, one pass per token. The first pass takes the last two verified tokens:
-        if all K tokens of a neural backup were accepted and no trunk pass followed, the KV of the
-        last but one is missing."""
+        """The draft model, a pass per token. The first takes the last two verified tokens: after a
+        backup that was accepted as a whole, the KV of the last but one may be missing."""
         coins = self.toss(self.backup_coins, self.lookahead, len(self.text))
         start = (self.length - 2).clamp(min=0)  # a row that ended at once may have one token
         tokens = self.text.gather(1, start[:, None] + torch.arange(2)).to(self.model.device)
@@ -153,8 +152,9 @@ class DraftWorker:
 
     def random_backup(self) -> Drafted:
         """Tokens drawn from the uniform distribution."""
-        coins, V = self.toss(self.backup_coins, len(self.row), self.lookahead), self.model.vocab_size
-        return (coins * V).long(), self.no_q.new_full((*coins.shape, len(self.no_q)), 1 / V)
+        V, shape = self.model.vocab_size, (len(self.text), self.lookahead)
+        coins = self.toss(self.backup_coins, *shape)
+        return (coins * V).long(), self.no_q.new_full((*shape, len(self.no_q)), 1 / V)
 
     # ---- pre-speculation, while the target verifies ----
 
