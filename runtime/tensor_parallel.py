@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from runtime.settings import UserError, first_line
 
 SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of a weight `[out, in]` that is shared out
-WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce"}
+WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce",
+         "embedding_rowwise"}
 
 
 def check_shardable(config: PretrainedConfig, ranks: int) -> None:
