@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Who drafted a speculation: it was in the cache, or was not (section 4.3); another drafter.
+# Who answers for a row: the cache; a backup (section 4.3); not this drafter, but another.
 PRIMARY, BACKUP, NOBODY = 0, 1, -1
 BLIND_ACCEPTANCE = 0.2  # first guess of the acceptance rate of a backup without a model
 

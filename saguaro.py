@@ -104,9 +104,9 @@ class Wire:
 
     def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
         """What the drafters know, heard by all one after the other: each says its `own` rows,
-        source, tokens and, if sampling, q, `[B, 1 + K + K V]`. A row is the last one's that answers
-        for it; drafters that compute alike answer for every row once. (Floating point holds every
-        token id below 2^24.)"""
+        source, tokens and, if sampling, q, `[B, 1 + K + K V]`. Where two answer for a row, the last
+        one counts; only drafters on unlike devices ever do. (Floating point holds every token id
+        below 2^24.)"""
         sizes = [1, self.lookahead, self.lookahead * self.width]
         shape = rows, self.lookahead, self.width
         message = torch.zeros(rows, sum(sizes), dtype=self.dtype, device=self.device)
@@ -150,8 +150,8 @@ class RemoteSpeculator:
 
 
 class NoSpeculator:
-    """Autoregressive decoding: every speculation is empty. And who stands in where others draft:
-    nobody hears it."""
+    """Autoregressive decoding: every speculation is empty. Where other ranks draft it stands in,
+    unheard."""
     lookahead = 0
 
     def start(self, prompts: list[list[int]], longest: int) -> None:

@@ -1175,11 +1175,12 @@ def test_drafters_that_are_not_alike_cost_hits_and_nothing_else():
     net = network()
     drafts = [imitation(net, 0.15, seed) for seed in (1, 2)]
     jobs = [settings(drafters=2, max_new_tokens=40, temperature=t) for t in (0, 1)]
-    (greedy, drawn), one, other = in_ranks(3, decode_here, jobs, net, drafts, [RAGGED * 5])
-    assert [coins for *_, coins in one] == [coins for *_, coins in other]
-    (greedy, *_), (drawn, hit_rate, _) = greedy, drawn
+    target, *drafters = in_ranks(3, decode_here, jobs, net, drafts, [RAGGED * 5])
+    (greedy, *_), (drawn, hit_rate, _) = target
+    one, other = ([coins for *_, coins in found] for found in drafters)
+    assert one == other and hit_rate > 0
     assert greedy[0][0] == greedy_reference(net, RAGGED * 5, 40)
-    assert long_text_p_value(net, Warping(1), RAGGED * 5, drawn[0][0]) > ALPHA < hit_rate
+    assert long_text_p_value(net, Warping(1), RAGGED * 5, drawn[0][0]) > ALPHA
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))

@@ -220,6 +220,7 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
     given = {file.relative_to(tmp_path).as_posix(): file.read_text("utf-8", "ignore")
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".jsonl", ".ini")}
     assert {"test_exercises.py", "SHEET.md", "tiny/prompts.jsonl"} < set(given)
+    assert "README.md" not in given and not [*tmp_path.glob("figures/*.svg")], "what L asks for"
     assert (tmp_path / "tiny/target/model.safetensors").is_file()
     for n, (title, *functions) in EXERCISES.items():
         assert f"| {n} | {title} |" in given["SHEET.md"]
@@ -232,7 +233,8 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
         for line in whole - holes:
             assert len(line) < 30 or not any(line in text for text in given.values()), line
     write(tmp_path, [])
-    for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "runtime/test_runtime.py"):
+    for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "runtime/test_runtime.py",
+                 "README.md", "figures/shape.svg"):
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes()
 
 

@@ -88,7 +88,7 @@ class Ranks:
         alone = self.shards == 1  # then the target may spread over all GPUs but the draft's
         taken = range(max(1, here - drafters), here)  # by drafters
         self.target_gpus = [gpu for gpu in range(gpus) if alone and gpu not in taken]
-        # as many threads as cores, as PyTorch itself would: two on one core slow each other
+        # a thread for each core: hyperthreads would share its units
         cpus = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cpus = min(cpus, len(os.sched_getaffinity(0)))

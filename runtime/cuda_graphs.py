@@ -52,7 +52,7 @@ class Recorder:
     """Stands in for `CausalLM.eager`, for passes that give logits; prefill is always eager."""
 
     def __init__(self, model: CausalLM):
-        self.model, self.stream, self.pool = model, torch.cuda.Stream(), None
+        self.model, self.stream = model, torch.cuda.Stream()
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  mask: torch.Tensor) -> torch.Tensor:
@@ -65,10 +65,9 @@ class Recorder:
         inputs, shape = (tokens, positions, slots, mask), (*tokens.shape, seen)
         kv.uses[shape] += 1
         if kv.uses[shape] == RECORD_FROM:
-            if not kv.recordings:  # a pool dies with the recordings that share it
-                self.pool = torch.cuda.graph_pool_handle()
+            pool = next((other.graph.pool() for other in kv.recordings.values()), None)
             try:
-                kv.recordings[shape] = Recording(eager, inputs, self.pool, self.stream)
+                kv.recordings[shape] = Recording(eager, inputs, pool, self.stream)
             except RuntimeError as problem:
                 print(f"{self.model.network.config.model_type} passes cannot be recorded as CUDA "
                       f"graphs and run eagerly: {problem}", file=sys.stderr)

@@ -494,6 +494,9 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.operations = []
 
+    def pool(self):
+        return None
+
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         given = operation(*arguments, **options or {})
         self.operations.append((operation, arguments, options or {}, given))
@@ -510,8 +513,7 @@ class Tape(TorchDispatchMode):
 
 STREAM = SimpleNamespace(wait_stream=lambda other: None)
 GRAPHS = {"CUDAGraph": Tape, "graph": lambda tape, *_, **__: tape, "Stream": lambda: STREAM,
-          "current_stream": lambda: STREAM, "stream": lambda _: nullcontext(),
-          "graph_pool_handle": lambda: None}
+          "current_stream": lambda: STREAM, "stream": lambda _: nullcontext()}
 
 
 @pytest.fixture
