@@ -1,6 +1,5 @@
 """The frame of the house: who computes where, the texts as they grow, counts, times and the screen.
 Of the paper there is only the prediction on the screen (Thm. 7)."""
-import gc
 import os
 import re
 import sys
@@ -425,8 +424,6 @@ def run(s: Settings, work: Callable[[Settings], None]) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     drafts = s.mode == "ssd" and rank >= world - s.drafters
     name = f"rank {rank} ({'draft' if drafts else 'target'})"
-    gc.freeze()  # what was imported is no garbage, and looking through it would delay a round
-    gc.enable()
     try:
         work(s)
         sys.stdout.flush()
