@@ -167,16 +167,21 @@ class CausalLM:
                         logits=False)
 
     def check_slots(self) -> None:
-        """Refuse a model that computes something else through slots than plainly: a pass over
-        stale slots and a branch in scratch slots must give the logits of an ordinary forward. What
-        rounding explains is read off transformers' own decoding, token by token."""
+        """Refuse a model that is not causal, or that computes something else through slots than
+        plainly: a pass over stale slots and a branch in scratch slots must give the logits of an
+        ordinary forward. What rounding explains is read off transformers' own decoding, token by
+        token."""
         config = self.network.config
+        if masks_by_slot(self.network):
+            raise UserError(f"{config.model_type} models keep a causal mask of their own, by slot "
+                            "and not by position, so their text would be wrong")
         n = int(min(PROBE, self.context, text_limit(config)))
         tokens = (7 * torch.arange(n, device=self.device)[None] + 1) % (self.last_token + 1)
         self.allocate(1, 2 * n, n)
         try:
             with torch.inference_mode():
-                plain = self.network(tokens, use_cache=False).logits[:, -3:]
+                plain = self.network(tokens, use_cache=False).logits
+                causal = self.is_causal(tokens, plain)
                 past = self.network(tokens[:, :-3], use_cache=True).past_key_values
                 stepwise = [self.network(token[None, None], past_key_values=past).logits
                             for token in tokens[0, -3:]]
@@ -189,10 +194,23 @@ class CausalLM:
         if not plain.isfinite().all():
             raise UserError(f"this {config.model_type} model gives logits that are infinite or not "
                             f"numbers in {self.dtype}: a damaged file, or too narrow a --dtype")
+        if not causal:
+            raise UserError(f"this {config.model_type} model is not causal: its logits change with "
+                            "later tokens, so it cannot write text token by token")
+        plain = plain[:, -3:]
         rounding = distance(torch.cat(stepwise, 1), plain)
         if differ(logits, fit_vocabulary(plain, self.vocab_size), rounding):
             raise UserError(f"{config.model_type} models give other logits with KV slots and tree "
                             "attention, so their text would be wrong")
+
+    def is_causal(self, tokens: torch.Tensor, plain: torch.Tensor) -> bool:
+        """Do the logits of the first half stay when the second half of the tokens `[1, n]` changes?
+        `plain`: the logits `[1, n, V]` before the change. Experts may round differently: 0.01%."""
+        half = tokens.shape[1] // 2
+        others = (tokens[:, half:] + 1) % (self.last_token + 1)
+        changed = self.network(torch.cat([tokens[:, :half], others], 1), use_cache=False).logits
+        before, after = plain[:, :half], changed[:, :half]
+        return not differ(after, before, distance(torch.zeros_like(before), before) / 10_000)
 
     def through_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
@@ -261,6 +279,13 @@ def text_limit(config: PretrainedConfig) -> float:
         name = "original_max_position_embeddings"
         limits.append(rope.get(name) or getattr(config, name, config.max_position_embeddings))
     return min(filter(None, limits), default=math.inf)
+
+
+def masks_by_slot(network: PreTrainedModel) -> bool:
+    """Does a layer hold a causal mask `[1, 1, N, N]`? Its rows and columns are slot numbers, where
+    a window, or a scratch slot beyond N, goes wrong (GPT-Neo)."""
+    return any(buffer.dim() == 4 and buffer.shape == (1, 1, *buffer.shape[-1:] * 2)
+               for buffer in network.buffers())
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
