@@ -45,8 +45,9 @@ def open_model(flag: str, path: str):
                         f"model on the Hugging Face Hub ({first_line(problem)})") from problem
 
 
-def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[int]]:
-    """The prompts as token ids, each with room for at least one more token."""
+def encode(tokenizer, texts: list[str], chat: bool, context: int,
+           vocab_size: int) -> list[list[int]]:
+    """The prompts as token ids below `vocab_size`, each with room for at least one more token."""
     if chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     if chat:
@@ -59,6 +60,12 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int) -> list[list[i
         if not 0 < len(prompt) < context:
             raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the "
                             f"target's context is {context}")
+        last = max(prompt)
+        if last >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(last)
+            raise UserError(f"prompt {number} of {len(prompts)} holds the token {token!r}, number "
+                            f"{last}, and the target's embedding ends at {vocab_size - 1}: leave "
+                            "it out, or resize the target's embedding")
     return prompts
 
 
@@ -125,7 +132,8 @@ class Run:
         self.target_config, self.tokenizer = open_model("--target", s.target)
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
-        self.prompts = encode(self.tokenizer, texts, s.apply_chat_template, self.context)
+        self.prompts = encode(self.tokenizer, texts, s.apply_chat_template, self.context,
+                              self.vocab_size)
         if s.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", s.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():

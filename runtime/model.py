@@ -134,7 +134,9 @@ class CausalLM:
         beyond the longest text are clamped to its end: such tokens are computed only to keep shapes
         static, and never used."""
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        inputs = (tokens.clamp(max=self.last_token), positions.clamp(max=self.last_position), slots,
+        if self.last_token < self.vocab_size - 1:  # only of a draft
+            tokens = tokens.clamp(max=self.last_token)
+        inputs = (tokens, positions.clamp(max=self.last_position), slots,
                   mask.masked_fill_(~visible, -torch.inf))
         if not logits:
             return self.eager(*inputs, keep=1)

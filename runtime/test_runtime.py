@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import accelerate
 
 import bench
@@ -154,6 +154,8 @@ WRONG = {f"--{wrong}": "--" + wrong.replace(" ", " is ") for wrong in (
     "--json /proc/out.json": "--json /proc/out.json: ",
     "--target ./nowhere": "--target ./nowhere: no such folder",
     "--target no-such/model": "no-such/model: neither a folder with a model",
+    "--target ADDED --mode ar --prompt a 'b <word>'":
+        "prompt 2 of 2 holds the token '<word>', number 2048,",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
     "--draft RENAMED": "different vocabularies", "--apply-chat-template": "has no chat template"}
 
@@ -166,8 +168,11 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED"):
         shutil.copytree(TINY / "draft", folder / name)
+    added = AutoTokenizer.from_pretrained(folder / "ADDED")
+    added.add_tokens("<word>")
+    added.save_pretrained(folder / "ADDED")
     tokenizer = folder / "RENAMED" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text("utf-8").replace("endoftext", "unheard-of"), "utf-8")
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
@@ -208,7 +213,7 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
     tokenizer = open_model("--target", str(TINY / "target"))[1]
     tokenizer.chat_template = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
                                "{% if add_generation_prompt %}<assistant>{% endif %}")
-    prompts = encode(tokenizer, ["Why?", "How?"], chat=True, context=512)
+    prompts = encode(tokenizer, ["Why?", "How?"], chat=True, context=512, vocab_size=2048)
     assert tokenizer.batch_decode(prompts) == ["<user>Why?<assistant>", "<user>How?<assistant>"]
 
 
@@ -497,6 +502,11 @@ def test_every_rank_finds_its_place(place, monkeypatch):
 
 
 # ---- models that cannot be decoded here ----
+
+def test_a_target_reads_no_token_as_another():
+    with pytest.raises(IndexError):
+        decoder(network(), mode="ar")([[40]])
+
 
 WINDOWS = dict(num_hidden_layers=2, attention_types=[[["global", "local"], 1]])
 
