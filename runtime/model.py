@@ -267,8 +267,9 @@ def context_length(config: PretrainedConfig) -> int:
 
 def text_limit(config: PretrainedConfig) -> float:
     """The longest text up to which every layer attends to everything and no position embedding
-    depends on the length of the text: beyond it (windows, chunks, stretched rotary embeddings)
-    masks over slots do not tell the whole story."""
+    depends on the length of the text: beyond it (windows, chunks, rotary embeddings of type
+    longrope) masks over slots do not tell the whole story. Those of type dynamic stretch only
+    beyond the context, where every text ends."""
     config = config.get_text_config()
     limits = []
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -276,10 +277,10 @@ def text_limit(config: PretrainedConfig) -> float:
         limits.append(config.attention_chunk_size)
     if "sliding_attention" in layers and getattr(config, "use_sliding_window", True):
         limits.append(getattr(config, "sliding_window", None))
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        name = "original_max_position_embeddings"
-        limits.append(rope.get(name) or getattr(config, name, config.max_position_embeddings))
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
     return min(filter(None, limits), default=math.inf)
 
 

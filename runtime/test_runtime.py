@@ -46,7 +46,7 @@ from runtime.command import Display, Ranks, Run, Stats, encode, open_model
 from runtime.model import CausalLM
 from runtime.settings import ROOT, TINY, Settings, UserError, begin, parse, read_json_lines
 from runtime.tensor_parallel import load_sharded
-from test_equivalence import RAGGED, decoder, imitation, in_ranks, network
+from test_equivalence import RAGGED, decoder, generated, imitation, in_ranks, network
 from tiny.enlarge import enlarge
 
 slow = pytest.mark.slow
@@ -524,6 +524,27 @@ def test_a_mask_that_goes_by_slot_or_sees_later_tokens_is_refused(family, change
 def test_a_mask_that_nobody_reads_and_a_causal_encoder_and_experts_are_not_refused(
         family, changes):
     CausalLM(network.__wrapped__(family, **changes).float())
+
+
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
+                long_factor=[1.0, 2.0, 4.0, 8.0], original_max_position_embeddings=16)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="default")}
+
+
+@pytest.mark.parametrize("family, ropes", (("phi3", LONGROPE), ("gemma3_text", BY_TYPE)))
+def test_a_text_for_which_rotary_embeddings_would_change_is_refused(family, ropes):
+    model = CausalLM(network.__wrapped__(family, rope_parameters=copy.deepcopy(ropes),
+                                         original_max_position_embeddings=16))
+    model.allocate(1, 16, 16)
+    with pytest.raises(UserError, match="more than 16 tokens"):
+        model.allocate(1, 17, 17)
+
+
+def test_dynamic_rotary_embeddings_serve_up_to_the_context_limit():
+    net = network.__wrapped__(rope_parameters=dict(DYNAMIC), num_hidden_layers=2)
+    made = decoder(net, imitation(net, 0.1), max_new_tokens=63)
+    assert made(RAGGED[1:2]) == [generated(net, tuple(RAGGED[1]), 63, ())]
 
 
 # ---- CUDA graphs ----
