@@ -146,7 +146,8 @@ class Run:
             raise UserError(f"--budget {s.budget}: {most} outcomes are all there are with K = "
                             f"{s.lookahead} and a vocabulary of {self.vocab_size}")
         if self.ranks.shards > 1:
-            check_shardable(self.target_config, self.ranks.shards)
+            drafters = self.ranks.world - self.ranks.shards
+            check_shardable(self.target_config, self.ranks.shards, drafters)
 
     def join_and_load(self) -> None:
         ranks = self.ranks
@@ -402,6 +403,8 @@ class Display:
         for name, title, form, meaning in REPORT:
             if summary[name] is not None and (name, s.mode) != ("hit_rate", "sd"):
                 print(f"  {title:21}{summary[name]:7{form}}   {meaning}")
+        if self.run.ranks.shards > 1:
+            print(f"  {self.run.ranks.shards} ranks share the target")
         worth = predicted_speedups(s, summary)
         if worth:
             print(f"  worth by Theorem 7  {worth[0]:8.2f} x autoregressive, {worth[1]:.2f} x "

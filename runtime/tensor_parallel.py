@@ -30,14 +30,16 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_a
          "embedding_rowwise"}
 
 
-def check_shardable(config: PretrainedConfig, ranks: int) -> None:
-    """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded."""
+def check_shardable(config: PretrainedConfig, ranks: int, drafters: int = 0) -> None:
+    """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded.
+    `drafters`: ranks that hold no share."""
     kind, styles = config.model_type, set((config.base_model_tp_plan or {}).values())
     known = SPLIT.keys() <= styles <= SPLIT.keys() | WHOLE
     if not known or getattr(config, "quantization_config", None):
+        enough = {0: "one rank", 1: "two ranks"}.get(drafters, f"{1 + drafters} ranks")
         raise UserError(f"{ranks} target ranks cannot share this {kind} model: it has no plan for "
                         "splitting its linear layers, or one for other layers too (experts, "
-                        "quantized ones); start two ranks")
+                        f"quantized ones); start {enough}")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(config, name, None) or 0
         if (torch.tensor(size) % ranks).any():  # some architectures list a size for every layer

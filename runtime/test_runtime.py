@@ -419,6 +419,8 @@ def test_the_text_is_the_same_in_every_mode_wherever_the_models_are(pair, tmp_pa
         assert not any(said for other in others for _, said in other), "only rank 0 speaks"
         for number, (status, said) in enumerate(first):
             assert status == 0 and said.count("tokens with") == 1 and "eagerly" not in said, said
+            shards = ranks - (runs[number][1] in ("greedy", "drawn"))
+            assert (f"\n  {shards} ranks share the target\n" in said) == (shards > 1), said
             name, written = runs[number][1], read(Path(f"{out}{ranks}{number}"))
             for known, found in ((texts, written["outputs"]), (hits, written["stats"]["hit_rate"])):
                 assert known.setdefault(name, found) == found, (ranks, *runs[number])
@@ -687,8 +689,11 @@ def test_a_target_that_two_ranks_cannot_share_is_refused(
     shutil.copytree(pair[1], tmp_path, dirs_exist_ok=True)
     shape = dict(vocab_size=2048, num_attention_heads=4, num_key_value_heads=2)
     AutoConfig.for_model(family, **shape | changes).save_pretrained(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert sentence in the_error(obey("saguaro.py", "--target", tmp_path))
+    for world, flags, enough in ((2, "--mode ar", "one rank"), (2, "--mode sd", "one rank"),
+                                 (3, "--mode ssd", "two ranks"), (4, "--drafters 2", "3 ranks")):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        error = the_error(obey("saguaro.py", "--target", tmp_path, *flags.split()))
+        assert sentence in error and ("divide" in error or error.endswith(f"; start {enough}\n"))
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_not_loaded_in_shares(tmp_path):
