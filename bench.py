@@ -1,364 +1,408 @@
-"""The paper's evaluation section in small, measured on the machine in front of you.
+"""The paper's evaluation section in small.
 
-    torchrun --nproc-per-node 2 bench.py       AR, SD, SSD and transformers' own, greedy and sampled
-    python bench.py --quick                    the same, shorter; bench.py starts both ranks itself
-    python bench.py --sweep timeline shape     figures of the paper; "all" draws every one
-    python bench.py --predict                  no measurement: Theorem 7 at the paper's scale
+    python bench.py                         AR, SD and SSD, greedy and sampled, paced
+    python bench.py --quick                 the same, shorter
+    python bench.py --sweep timeline shape  figures of the paper; "all": these tables, and each one
+    python bench.py --pace 0 0              as fast as this machine computes
+    python bench.py --predict               no measurement: Theorem 7 at the paper's scale
 
-All variants live in one launch and take turns, batch by batch, in rotating order, so that a machine
-that drifts drifts for all; ratios are paired by batch. Speed is that of decoding: prefill, and the
-tokens it yields, are apart. All generate as many tokens, and the same greedy text. Whoever has
-settings of its own tries several and goes on with the fastest: SD with K, SSD also the budget; who
-decodes alone with one thread or with every core that SSD uses. In units of one verification, of T_v
-seconds, Theorem 7 (in a batch Corollary 16) says
+SSD is worth something where target and draft compute on devices of their own. So by default every
+pass is paced: it takes as long as on the paper's hardware, four times slower, and everything else
+is real: processes, messages, overlap, the acceptance and the hits of a real pair, the wall clock.
+This emulates latencies that others have measured; it does not measure GPUs. It assumes that a pass
+takes as long for one token as for hundreds, as on a GPU while weights, not arithmetic, bound it.
+
+The points of a comparison take turns, batch by batch. Speed is that of decoding: prefill, and the
+token it yields, are apart. In units of one verification, of T_v seconds, Theorem 7 (in a batch
+Corollary 16) says
 
     speed = (p_hit E_hit + (1-p_hit) E_miss) / (p_hit max(1, T_p) + (1-p_hit) (1 + T_b)) / T_v;
 
-plain SD is its case p_hit = 0 with T_b = T_SD; a verifier that never waits would give E_hit / T_v.
+plain SD is its case p_hit = 0 with T_b = T_SD. What is counted (acceptance, hits) does not depend
+on a clock: a run is a function of its seed and its flags. So points that are only to be counted
+(`clock=False`) are decoded unpaced, and have the speed that Theorem 7 gives for the pace.
 """
+from runtime.launch import launch
+from runtime.settings import SWEEPS, BenchSettings, Settings, UserError, write_json
+
+if __name__ == "__main__":
+    launch(BenchSettings, "bench")  # parses first, then imports this module: torch takes seconds
+
 import bisect
-import itertools
-import math
 import platform
-import statistics
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Callable, NamedTuple
-
-from runtime.settings import (TINY, Settings, UserError, begin, check_writable, option,
-                              read_prompts, write_json)
-
-SWEEPS = ("timeline", "fan-out", "shape", "downweight", "noise", "batch", "frontier", "lookahead",
-          "budget")
-FIRST_ROUND = 21  # most tokens that transformers' assisted decoding may yield at once, by default
-
-
-@dataclass
-class BenchSettings(Settings):
-    """What speculative speculative decoding buys on this machine, and why."""
-    GROUPS = Settings.GROUPS | {"quick": "bench"}
-    LACKS = ("prompt", "batch_size", "ignore_eos", "json", "mode", "fan_out", "backup", "drafters")
-
-    prompts: str = option(str(TINY / "prompts.jsonl"), "JSON Lines, each with a field prompt, "
-                          "question or text")
-    max_new_tokens: int = option(48, "tokens to generate for each prompt, exactly", least=1)
-    temperature: float = option(0.0, "of sweeps that name none; compared are 0, and T or 1",
-                                least=0, most=1e9)
-    quick: bool = option(False, "3 prompts, 24 tokens")
-    sweep: tuple[str, ...] = option((), f"draw figures: all, {', '.join(SWEEPS)}", nargs="+",
-                                    choices=("all", *SWEEPS), metavar="NAME")
-    figures: str = option("figures", "folder for them")
-    out: str | None = option(None, "write all results to this file (JSON)")
-    predict: bool = option(False, "no measurement: Theorem 7 at the paper's scale")
-
-    def check(self) -> None:
-        self.max_new_tokens = 24 if self.quick else self.max_new_tokens
-        self.ignore_eos = True  # all generate as many tokens
-        self.mode = "ar" if self.predict else "ssd"  # a prediction needs one process only
-        super().check()
-        least = max(FIRST_ROUND, self.lookahead + 1) + 1
-        if self.max_new_tokens < least:
-            raise UserError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least "
-                            f"{least}: a first round, part of prefill, may yield {least - 1}")
-        if self.out is not None:
-            check_writable("--out", self.out)
-        if self.sweep:
-            check_writable("--figures", f"{self.figures}/{self.sweep[0]}.svg")
-
-
-SETTINGS = begin(BenchSettings) if __name__ == "__main__" else None  # before torch: that is slow
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 import transformers
 from tqdm import tqdm
-from transformers import GenerationConfig
 
-from cache import expected_tokens, speedup_over_sd_bounds, throughput
+from cache import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates, expected_tokens,
+                   fan_out_shape, fit_power_law, speedup_over_sd_bounds, throughput)
 from figures import draw
-from runtime.command import Run, Stats, run
+from runtime.model import Pace
+from runtime.placement import Job
+from runtime.screen import Stats
 from saguaro import Decoder
 
-WARM_UP, LEAST, LOOKUP_TOKENS = 8, 3, 10  # tokens; turns; as in transformers' examples
-SLOWER = {0: 2.0, 1: 1.2, 2: 1.1, 5: 1.0}  # before this turn, who is so many times slower is out
+SEEDS = 3          # of a sampled point
+SWEEP_PROMPTS = 6  # of a sweep, the first ones
+TABLE_BUDGET = 64  # of the runs that count the ranks of bonus tokens, for every smaller cache
+HEAT = (0.0, 0.3, 0.7, 1.0)
+SLOWER = {1: 1, 2: 2, 4: 3, 8: 6, 16: 12}  # the pace that two cores can keep, by batch size
+PAPER = {"AR": "", "SD": "", "SSD": "1.58 x SD, 4.68 x AR"}  # 70B / 1B, mean of four data sets
 COLUMNS = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss", "T_v in ms", "T_p",
-           "T_b", "utilisation", "Theorem 7", "share of it", "E_hit / T_v", "share of that")
+           "T_b", "verifier_utilisation", "Theorem 7", "measured / Theorem 7", "pace_kept")
+Figures = dict[str, Any]
 
 
-# ---- what is measured: rows of data ----
+# ---- measuring ----
 
-class Sweep(NamedTuple):
-    axis: str       # the setting that varies
-    values: tuple
-    lines: dict[str, dict[str, Any]]  # other changes of settings; of a tuple every value is tried
-    panels: tuple = ()                # what is drawn over the axis; (y, x): over x
-    by_hand: Callable | None = None   # draws what is no line over an axis
-    grid: tuple[int, int] = (1, 2)    # rows and columns of panels
-
-
-def comparison(s: BenchSettings, temperature: float) -> Sweep:
-    """Everybody against everybody, each with the settings among which it has its best."""
-    tried = {"lookahead": (3, 4), "budget": (s.budget, 2 * s.budget)}
-    return Sweep("temperature", (temperature,), {
-        "AR": {"mode": "ar"},
-        "SD": {"mode": "sd", "lookahead": (3, 4, 6)},
-        "SD, look-up": {"mode": "sd", "lookahead": (5, LOOKUP_TOKENS), "backup": "fast"},
-        "SSD, budget 0": tried | {"budget": 0},
-        "SSD": tried,
-        "SSD, look-up": tried | {"backup": "fast"},
-        "generate": {"mode": "generate"},
-        "assisted": {"mode": "assisted", "lookahead": (0, s.lookahead)},
-        "prompt look-up": {"mode": "lookup", "lookahead": LOOKUP_TOKENS}})
+class Point(NamedTuple):
+    """One way of decoding: a row of a table, a point of a figure."""
+    name: str                # of its line
+    value: Any               # on the axis
+    changes: dict[str, Any]  # of settings
+    clock: bool = True       # speed: measured in wall clock, or Theorem 7's
 
 
-def sweeps(s: BenchSettings) -> dict[str, Sweep]:
-    plain, sd, speed = {"no_public_noise": True}, {"mode": "sd"}, "tokens/s"
-    heat, warm, sizes = (0.0, 0.3, 0.7, 1.0), s.temperature or 1.0, (1, 2, 4, 8, 16)
-    last = {"fan_out": ",".join(["0"] * s.lookahead + [str(s.budget)])}
-    return {
-        "greedy": comparison(s, 0.0),
-        "sampled": comparison(s, warm),
-        "timeline": Sweep("mode", ("sd", "ssd"), {"": {}}, (), draw.timeline, (2, 1)),
-        "fan-out": Sweep("temperature", (0.0, 0.7, 1.0), {
-            "plain": plain | {"budget": 32}, "public noise": {"budget": 32}}, (),
-            draw.fan_out, (1, 3)),
-        "shape": Sweep("temperature", heat, {
-            "geometric": plain, "uniform": plain | {"fan_out": "uniform"},
-            "all accepted only": plain | last, "SD": sd}, ("hit_rate", speed)),
-        "downweight": Sweep("downweight", (1.0, 0.7, 0.4, 0.2, 0.1, 0.0), {
-            "SSD": plain | {"temperature": warm}}, (("acceptance_rate", "hit_rate"), speed),
-            draw.bars, (2, 2)),
-        "noise": Sweep("temperature", heat[1:], {
-            "public noise": {}, "public noise, C = 0.4": {"downweight": 0.4},
-            "plain": plain, "plain, C = 0.4": plain | {"downweight": 0.4}}, ("hit_rate", speed)),
-        "batch": Sweep("batch_size", sizes, {
-            f"{kind} backup": {"backup": kind} for kind in ("neural", "fast", "random")}, (speed,),
-            draw.critical_sizes, (1, 1)),
-        "frontier": Sweep("batch_size", sizes, {
-            "AR": {"mode": "ar"}, "SD": sd, "SSD": {"backup": ("neural", "fast")}},
-            ((speed, "tokens/s of one row"),), None, (1, 1)),
-        "lookahead": Sweep("lookahead", (1, 2, 3, 4, 5, 6, 8), {
-            "SSD": {}, "SSD, no early outcome": {"no_early_outcome": True}, "SD": sd},
-            (speed, "T_p")),
-        "budget": Sweep("budget", (0, *(D * s.budget for D in (1, 2, 4, 8))), {
-            f"temperature {t:g}": {"temperature": t} for t in (0.0, warm)},
-            ("hit_rate", "T_p", speed), draw.drafters, (2, 2))}
+class Bench:
+    """Target and draft on rank 0, the draft on rank 1. Both ranks go through the same points in the
+    same order, and get the same figures."""
 
+    def __init__(self, settings: BenchSettings):
+        self.settings = settings
+        self.job = Job(settings, mode="ssd")
+        self.prompts = self.job.prompts[:3 if settings.quick else None]
+        if self.job.placement.world_size != 2:
+            raise UserError("bench.py measures one target rank and one draft rank: start two")
+        self.leads = self.job.placement.rank == 0
+        self.models = self.job.load()
+        self.sd_models = self.models
+        self.counted = {}  # figures of points without a clock
+        if self.leads:
+            self.sd_models = self.models._replace(draft=self.job.load_draft())
 
-# ---- measuring: competitors that take turns ----
+    def settings_of(self, point: Point, seed: int = 0) -> Settings:
+        given = dict(ignore_eos=True, max_new_tokens=self.settings.max_new_tokens,
+                     seed=self.settings.seed + seed)
+        return self.settings.to_settings(**given | point.changes)
 
-class Competitor:
-    """A way of decoding, at work on both ranks. Those of one name and value (on the axis of a
-    sweep) are settings of one variant: the fastest is shown. Figures and texts are rank 0's."""
+    def pace_of(self, point: Point) -> tuple[float, float]:
+        """Of target and draft, in seconds."""
+        slower = SLOWER.get(point.changes.get("batch_size", 1), 12)
+        target, draft = self.settings.pace
+        return slower * target / 1000, slower * draft / 1000
 
-    def __init__(self, job: Run, name: str, value: Any, changes: dict[str, Any], threads: int):
-        self.job, self.name, self.value, self.threads = job, name, value, threads
-        self.settings = s = replace(job.settings, **changes)
-        self.decode, self.stats, self.speeds, self.texts, self.workers = None, Stats(), [], {}, []
-        if s.mode == "ssd" or job.leads and s.mode in ("ar", "sd"):
-            models = job.target, job.drafts if s.mode == "ssd" else job.draft
-            self.decode = Decoder(s, job.context, *models, job.ranks if s.mode == "ssd" else None)
-            self.stats, workers = self.decode.stats, (self.decode.target, self.decode.speculator)
-            self.workers = [worker for worker in workers if hasattr(worker, "watch")]
-        elif job.leads:
-            self.decode = lambda prompts: generate(job, s, prompts, self.stats)
-        self.turns = max(LEAST, math.ceil(len(job.prompts) / s.batch_size))
+    def measure(self, points: list[Point]) -> list[Figures]:
+        """The figures of every point. What was counted before is not decoded again."""
+        keys = [(len(self.prompts), point.clock, *sorted(point.changes.items()))
+                for point in points]
+        new = {key: point for key, point in zip(keys, points) if key not in self.counted}
+        found = dict(zip(new, self.decode_in_turns(list(new.values()))))
+        self.counted |= {key: found[key] for key, point in new.items() if not point.clock}
+        return [(found | self.counted)[key] for key in keys]
 
-    def __str__(self) -> str:
-        s, plural = self.settings, "s" * (self.threads > 1)
-        drafts = f", K {s.lookahead}" * (s.mode not in ("ar", "generate"))
-        prepares = f", budget {s.budget}" * (s.mode == "ssd")
-        return f"{self.threads} thread{plural}{drafts}{prepares}"
+    def decode_in_turns(self, points: list[Point]) -> list[Figures]:
+        """Decode all prompts at every point. A sampled point has several seeds."""
+        turns = []
+        results = [(Stats(), []) for _ in points]  # and the speeds of all turns
+        for point, result in zip(points, results):
+            for seed in range(self.num_seeds(point)):
+                settings = self.settings_of(point, seed)
+                decoder = self.decoder(settings)
+                for start in range(0, len(self.prompts), settings.batch_size):
+                    turns.append((start, seed, point, settings, decoder, result))
+        turns.sort(key=lambda turn: turn[:2])
+        for start, _, point, settings, decoder, result in tqdm(
+                turns, unit="turn", leave=False, disable=None if self.leads else True):
+            self.take_turn(start, point, settings, decoder, *result)
+        found = [None]
+        if self.leads:
+            found = [[self.figures(point, *result) for point, result in zip(points, results)]]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
 
-    def take_turn(self, turn: int) -> None:
-        """Turn -1, a warm-up, does not count for the speed."""
-        all_prompts, size, stats = self.job.prompts, self.settings.batch_size, self.stats
-        prompts = [all_prompts[(turn * size + i) % len(all_prompts)] for i in range(size)]
-        tokens, seconds = stats.tokens - stats.prefill_tokens, stats.seconds
-        self.settings.max_new_tokens = self.job.settings.max_new_tokens if turn >= 0 else WARM_UP
-        for worker in self.workers:
+    def num_seeds(self, point: Point) -> int:
+        """Several where texts and hits depend on it."""
+        settings = self.settings_of(point)
+        once = settings.temperature == 0 or settings.mode == "ar" or self.settings.quick
+        return 1 if once else SEEDS
+
+    def decoder(self, settings: Settings) -> Decoder | None:
+        """None on rank 1 where rank 0 decodes alone."""
+        if settings.mode == "ssd":
+            return Decoder(settings, self.models, self.job.placement)
+        return Decoder(settings, self.sd_models) if self.leads else None
+
+    def take_turn(self, start: int, point: Point, settings: Settings, decoder: Decoder | None,
+                  stats: Stats, speeds: list[float]) -> None:
+        batch = [self.prompts[(start + i) % len(self.prompts)] for i in range(settings.batch_size)]
+        self.set_pace(self.pace_of(point) if point.clock else (0.0, 0.0))
+        if decoder:
+            decoder.stats = stats
+            tokens = stats.tokens - stats.prefill_tokens
+            seconds = stats.seconds
+            decoder(batch)
+            if self.leads:
+                tokens = stats.tokens - stats.prefill_tokens - tokens
+                speeds.append(tokens / (stats.seconds - seconds))
+        dist.barrier()  # no rank begins while the other is still at work
+
+    def of_any_cache(self, f: Figures, policy: str, budget: int) -> Figures:
+        """Hit rate and speed (Theorem 7) that another cache would have had on the outcomes counted
+        in `f`; after a neural backup as after the primary."""
+        s = self.settings
+        ranks = rank_table(f)
+        K = f["lookahead"]
+        shape = fan_out_shape(policy, budget, K, s.acceptance_rate, s.miss_exponent)
+        hit_rate = counted_hit_rate(ranks, shape)
+        E = f["tokens_per_round"]
+        speed = 1000 * throughput(hit_rate, E, E, f["T_p"], f["T_b"]) / f["T_v in ms"]
+        return {"hit_rate": hit_rate, "tokens/s": speed}
+
+    def trace(self, point: Point) -> Figures:
+        """The first prompt: spans of work on both ranks, (work, start, end) in seconds, and the
+        (time, count, source) of new tokens."""
+        decoder = self.decoder(self.settings_of(point))
+        new_tokens = []
+        workers = [decoder.target, decoder.speculator] if decoder else []
+        workers = [worker for worker in workers if worker]
+        for worker in workers:
             worker.watch.spans = []
-        if self.job.leads:
-            torch.set_num_threads(self.threads)
-        texts = self.decode(prompts) if self.decode else []
-        dist.barrier()  # nobody begins while a rank is still at work
-        if self.job.leads and turn >= 0:
-            tokens = stats.tokens - stats.prefill_tokens - tokens
-            self.speeds.append(tokens / (stats.seconds - seconds))
-            self.texts |= zip(((size, *prompt) for prompt in prompts), texts)
+        self.set_pace(self.pace_of(point))
+        if decoder:
+            decoder(self.prompts[:1], lambda row, tokens, source: new_tokens.append(
+                (time.perf_counter(), len(tokens), source)))
+        spans = [None, None]
+        dist.all_gather_object(spans, [span for worker in workers for span in worker.watch.spans])
+        return {"spans": spans[0] + spans[1], "new_tokens": new_tokens}
 
-    def figures(self) -> dict[str, Any]:
-        """`Stats.summary` of all turns, their median speed, and Theorem 7 with these parts."""
-        stats, found, speed = self.stats, self.stats.summary(), statistics.median(self.speeds)
-        mean = found["tokens_per_second"]
-        found |= {"tokens/s": speed, "tokens/s of one row": speed / self.settings.batch_size,
-                  "utilisation": found["verifier_utilisation"]}
-        if stats.rounds:
-            rows, T_v = stats.row_rounds / stats.rounds, stats.mean_seconds("verify")
-            parts = [found[key] or 0.0 for key in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
-            predicted, ceiling = rows * throughput(*parts, rows) / T_v, rows * parts[1] / T_v
-            found |= {"T_v in ms": 1000 * T_v, "Theorem 7": predicted,
-                      "share of it": mean / predicted}
-            if ceiling:
-                found |= {"E_hit / T_v": ceiling, "share of that": mean / ceiling}
-        return found | ({"hit_rate": None} if self.settings.mode == "sd" else {})
+    def set_pace(self, pace: tuple[float, float]) -> None:
+        """Of target and draft, in seconds."""
+        for models in (self.models, self.sd_models):
+            for model, seconds in zip((models.target, models.draft), pace):
+                if model:
+                    model.pace = Pace(seconds)
 
-
-def settings_to_try(row: Sweep) -> list[tuple[str, Any, dict[str, Any]]]:
-    """Name, value on the axis, and changes of the settings."""
-    tried = []
-    for value, (name, changes) in itertools.product(row.values, row.lines.items()):
-        choices = [given if isinstance(given, tuple) else (given,) for given in changes.values()]
-        for chosen in itertools.product(*choices):
-            tried.append((name, value, dict(zip(changes, chosen)) | {row.axis: value}))
-    return tried
-
-
-def measure(job: Run, row: Sweep) -> list[Competitor]:
-    """All decode all prompts, taking turns. Of each name and value the fastest is returned, with
-    what the workers of both ranks have `seen`: spans of work, and estimates by source."""
-    competitors = [Competitor(job, *tried, threads) for tried in settings_to_try(row) for threads in
-                   sorted({1, job.threads + (tried[-1].get("mode", "ssd") != "ssd")})]
-    turns = range(-1, max(c.turns for c in competitors))
-    for turn in tqdm(turns, unit="turn", leave=False, disable=not job.leads):
-        if turn in SLOWER:
-            competitors = still_in(competitors, SLOWER[turn])
-        first = turn % len(competitors)
-        for c in competitors[first:] + competitors[:first]:
-            if turn < c.turns:
-                c.take_turn(turn)
-    competitors = still_in(competitors, 1.0)
-    both = [None, None]
-    dist.all_gather_object(both, [[
-        (worker.watch.spans, dict(worker.fan_out.estimates) if hasattr(worker, "fan_out") else {})
-        for worker in c.workers] for c in competitors])
-    for c, *seen in zip(competitors, *both):
-        c.seen = sum(seen, [])
-    if job.leads:
-        check_texts(competitors, exact=torch.finfo(job.target.dtype).bits >= 32)
-    return competitors
+    def figures(self, point: Point, stats: Stats, speeds: list[float]) -> Figures:
+        """`Stats.summary`, and Theorem 7 with these parts."""
+        settings = self.settings_of(point)
+        found = stats.summary()
+        rows = settings.batch_size
+        T_v = stats.mean_seconds("verify")
+        T_p = found["T_p"] or 0.0
+        T_b = found["T_b"] or 0.0
+        paced = any(self.settings.pace)
+        if paced and not point.clock:
+            T_v, draft_pass = self.pace_of(point)
+            T_p, T_b = theory_times(settings, draft_pass / T_v)
+        if settings.mode != "ssd":
+            found["hit_rate"] = None
+        parts = [found[key] or 0.0 for key in ("hit_rate", "E_hit", "E_miss")]
+        predicted = rows * throughput(*parts, T_p, T_b, rows) / T_v
+        speed = found["tokens_per_second"] if point.clock or not paced else predicted
+        slower = SLOWER.get(rows, 12) if paced else 1  # speeds are shown as at the pace itself
+        return found | {
+            "tokens/s": slower * speed, "tokens/s of one row": slower * speed / rows,
+            "Theorem 7": slower * predicted, "measured / Theorem 7": speed / predicted,
+            "T_v in ms": 1000 * T_v, "T_p": T_p, "T_b": T_b, "speeds": speeds,
+            "lookahead": settings.lookahead, "measured": point.clock or not paced}
 
 
-def still_in(competitors: list[Competitor], slower: float) -> list[Competitor]:
-    """Those not so many times slower than the fastest of their name and value."""
-    taken = [((c.name, c.value), c.stats.prefill_seconds + c.stats.seconds) for c in competitors]
-    fastest = dict(sorted(taken, key=lambda pair: -pair[1]))
-    stay = [[seconds <= slower * fastest[variant] for variant, seconds in taken]]
-    dist.broadcast_object_list(stay, 0)
-    return list(itertools.compress(competitors, *stay))
+def theory_times(settings: Settings, draft_pass: float) -> tuple[float, float]:
+    """T_p and T_b of passes that take `draft_pass` verifications each."""
+    K = settings.lookahead
+    if settings.mode == "ar" or settings.backup != "neural":
+        return (K + 1) * draft_pass, 0.0
+    return (K + 1) * draft_pass, K * draft_pass
 
 
-def check_texts(competitors: list[Competitor], exact: bool) -> None:
-    """Nobody wins by cheating: the agreed number of tokens, and one greedy text for all."""
-    expected = {}
-    for c in competitors:
-        if any(len(text) != c.settings.max_new_tokens for text in c.texts.values()):
-            raise UserError(f"{c.name} ({c}) did not write --max-new-tokens for every prompt")
-        differing = 0 if c.settings.temperature else sum(
-            expected.setdefault(prompt, text) != text for prompt, text in c.texts.items())
-        said = f"{c.name} ({c}) wrote other greedy text for {differing} of {len(c.texts)} prompts"
-        if differing and exact:
-            raise UserError(said)
-        if differing:
-            print(f"{said}: rounding can decide between tokens that are nearly as likely")
+def best_of(bench: Bench, name: str, value: Any, changes: dict[str, Any],
+            tried: list[dict[str, Any]]) -> Point:
+    """The point of highest speed by Theorem 7. As it is counted, not timed, every launch chooses
+    the same."""
+    points = [Point(name, value, changes | more, clock=False) for more in tried]
+    if len(points) == 1:
+        return points[0]._replace(clock=True)
+    speeds = [found["tokens/s"] for found in bench.measure(points)]
+    return points[speeds.index(max(speeds))]._replace(clock=True)
 
 
-def generate(job: Run, s: BenchSettings, prompts: list[list[int]], stats: Stats) -> list[list[int]]:
-    """transformers' `generate` on the same weights; what its first round yields is of prefill."""
-    network, device = job.target.network, job.target.device
-    longest, rounds = max(map(len, prompts)), []  # of every round: when it ended, tokens so far
-    network.generation_config = GenerationConfig(pad_token_id=0)  # no end of sequence, no penalties
-    options = {"do_sample": s.temperature > 0, "max_new_tokens": s.max_new_tokens}
-    if s.temperature:
-        options |= {"temperature": float(s.temperature), "top_k": s.top_k, "top_p": s.top_p}
-    if s.mode == "lookup":
-        options["prompt_lookup_num_tokens"] = s.lookahead
-    if s.mode == "assisted":  # K = 0: with its own schedule
-        constant = {"num_assistant_tokens": s.lookahead, "assistant_confidence_threshold": 0.0,
-                    "num_assistant_tokens_schedule": "constant"} if s.lookahead else {}
-        job.draft.network.generation_config = GenerationConfig(pad_token_id=0, **constant)
-        options["assistant_model"] = job.draft.network
+# ---- the comparison ----
 
-    def clock(tokens: torch.Tensor, *_, **__) -> torch.Tensor:  # a criterion that stops nothing
-        rounds.append((time.perf_counter(), tokens.shape[1] - longest))
-        return torch.zeros(len(tokens), dtype=torch.bool, device=device)
+def comparison(bench: Bench, temperature: float) -> list[Figures]:
+    """AR, SD and SSD, each with the settings among which it has its best."""
+    heat = {"temperature": temperature}
+    paced = any(bench.settings.pace)
+    sd = [dict(lookahead=K) for K in (3, 4, 5)]
+    ssd = [dict(lookahead=K, budget=24) for K in (4, 5, 6)]
+    larger = [dict(lookahead=K, budget=64, downweight=C) for K in (4, 5)
+              for C in ((1.0, 0.75) if temperature else (1.0,))]
+    lines = {"AR": ({"mode": "ar"}, [{}]), "SD": ({"mode": "sd"}, sd),
+             "SSD": ({}, ssd), "SSD, budget 64": ({}, larger),
+             "SSD, look-up backup": ({"backup": "lookup"}, ssd)}
+    if temperature:
+        lines["SSD, public noise"] = ({"public_noise": True}, ssd)
+    if not paced:  # one row each: here SSD wants a smaller tree
+        lines = {"AR": ({"mode": "ar"}, [{}])}
+        lines |= {f"SD, K = {K}": ({"mode": "sd"}, [dict(lookahead=K)]) for K in (3, 4)}
+        lines |= {f"SSD, K = {K}": ({}, [dict(lookahead=K, budget=12)]) for K in (3, 4)}
+    points = []
+    for name, (changes, tried) in lines.items():
+        if bench.settings.quick:
+            tried = tried[1:2] or tried
+        points.append(best_of(bench, name, temperature, heat | changes, tried))
+    found = bench.measure(points)
+    if bench.leads:
+        show_comparison(bench, points, found)
+    return results("comparison", points, found)
 
-    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.arange(longest) >= longest - torch.tensor([[len(prompt)] for prompt in prompts])
-    torch.manual_seed(s.seed)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        texts = network.generate(padded.to(device), attention_mask=mask.long().to(device),
-                                 stopping_criteria=[clock], **options)
-    (first, first_tokens), (last, last_tokens) = rounds[0], rounds[-1]
-    stats.tokens += len(prompts) * last_tokens
-    stats.prefill_tokens += len(prompts) * first_tokens
-    stats.prefill_seconds += first - started
-    stats.seconds += last - first
-    stats.row_rounds += len(prompts) * (len(rounds) - 1)
-    return texts[:, longest:].tolist()
+
+def show_comparison(bench: Bench, points: list[Point], found: list[Figures]) -> None:
+    by_name = {point.name: figures for point, figures in zip(points, found)}
+    sd = max((f for name, f in by_name.items() if name.startswith("SD")),
+             key=lambda f: f["tokens/s"])
+    rows = []
+    for point, f in zip(points, found):
+        changes = point.changes
+        chosen = ", ".join(f"{short} {changes[key]}" for short, key in (
+            ("K", "lookahead"), ("budget", "budget"), ("C", "downweight")) if key in changes)
+        bounds = ""
+        if f["T_p"] and f["T_p"] <= 1 and f.get("backup") == "neural" and f["hit_rate"]:
+            bounds = "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(
+                f["hit_rate"], f["E_hit"], sd["tokens_per_round"], sd["T_b"]))
+        rows.append([point.name, chosen, f["tokens/s"], against(f, by_name["AR"]),
+                     against(f, sd), f["Theorem 7"] / sd["Theorem 7"], bounds,
+                     PAPER.get(point.name, "")])
+    settings = bench.settings
+    print_table(
+        f"temperature {points[0].value:g}: {len(bench.prompts)} prompts, "
+        f"{settings.max_new_tokens} tokens each", [
+            "", "best with", "tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9", "paper"], *rows)
+    print_table("T_b of SD is T_SD, the drafting that SSD hides", ["", *map(draw.words, COLUMNS)],
+                *([point.name, *map(f.get, COLUMNS)] for point, f in zip(points, found)))
+
+
+def against(ours: Figures, theirs: Figures) -> str:
+    """The ratio of speeds, and the 95% interval of paired turns (resampled medians)."""
+    if ours is theirs:
+        return "1"
+    ratio = ours["tokens/s"] / theirs["tokens/s"]
+    n = min(len(ours["speeds"]), len(theirs["speeds"]))
+    paired = torch.tensor(ours["speeds"][:n]) / torch.tensor(theirs["speeds"][:n])
+    generator = torch.Generator().manual_seed(0)
+    resampled = paired[torch.randint(n, (2000, n), generator=generator)].mean(1)
+    low, high = resampled.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+
+
+def results(sweep: str, points: list[Point], found: list[Figures]) -> list[Figures]:
+    """For --out; without lists."""
+    return [{"sweep": sweep, "name": point.name, "value": point.value, "with": point.changes,
+             "measured": point.clock,
+             "figures": {key: value for key, value in f.items() if not isinstance(value, list)}}
+            for point, f in zip(points, found)]
+
+
+# ---- sweeps: the figures ----
+
+def sweep(bench: Bench, name: str) -> list[Figures]:
+    """Measure or count the points of a figure, and draw it."""
+    points = sweep_points(bench.settings)[name]
+    found = bench.measure(points)
+    if name == "timeline":
+        found = [figures | bench.trace(point) for point, figures in zip(points, found)]
+    if bench.leads:
+        show_ranks(bench, points, found)
+        draw.figure(bench, name, points, found)
+        print_table(name, ["", "", "tokens/s", *map(draw.words, COLUMNS)], *(
+            [point.name, point.value, f["tokens/s"], *map(f.get, COLUMNS)]
+            for point, f in zip(points, found)))
+    return results(name, points, found)
+
+
+def sweep_points(s: BenchSettings) -> dict[str, list[Point]]:
+    warm = s.temperature or 1.0
+    sizes = tuple(SLOWER)
+    ssd = {"lookahead": 5, "budget": 24}
+    sd = {"mode": "sd", "lookahead": 4}
+    table = {"lookahead": 5, "budget": TABLE_BUDGET}
+
+    def line(name: str, axis: str, values: tuple, changes: dict, clock: bool = True) -> list[Point]:
+        return [Point(name, value, changes | {axis: value}, clock) for value in values]
+
+    return {
+        "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],
+        "fan-out": line("paper", "temperature", (0.0, 0.7, 1.0), table, False)
+        + line("public noise", "temperature", (0.7, 1.0), table | {"public_noise": True}, False),
+        "shape": line("counted", "temperature", HEAT, table, False)
+        + line("geometric", "temperature", (0.0, 1.0), ssd)
+        + line("SD", "temperature", HEAT, sd, False),
+        "downweight": line("budget 24", "downweight", (1.0, 0.75, 0.5, 0.25, 0.1, 0.0),
+                           ssd | {"temperature": warm}, False)
+        + line("budget 64", "downweight", (1.0, 0.75, 0.5, 0.25, 0.1, 0.0),
+               table | {"temperature": warm}, False),
+        "noise": line("paper", "temperature", HEAT, ssd, False)
+        + line("public noise", "temperature", HEAT, ssd | {"public_noise": True}, False),
+        "batch": [point for backup in ("neural", "lookup", "random") for point in line(
+            f"{backup} backup", "batch_size", sizes, ssd | {"backup": backup})],
+        "frontier": line("AR", "batch_size", sizes, {"mode": "ar"})
+        + line("SD", "batch_size", sizes, sd) + line("SSD", "batch_size", sizes, ssd),
+        "lookahead": line("SSD", "lookahead", (1, 2, 3, 4, 5, 6, 7, 8), {"budget": 24})
+        + line("SD", "lookahead", (1, 2, 3, 4, 5, 6, 7, 8), {"mode": "sd"}),
+        "budget": line("counted", "temperature", (0.0, warm), table, False)
+        + line("measured", "budget", (6, 24, 64), {"lookahead": 5, "temperature": warm})}
+
+
+def show_ranks(bench: Bench, points: list[Point], found: list[Figures]) -> None:
+    """What the tables of ranks tell: a and r that fit, as the flags to use for this pair, and the
+    hits of other shapes on the same outcomes."""
+    for point, f in zip(points, found):
+        if point.changes.get("budget") != TABLE_BUDGET or point.clock:
+            continue
+        ranks = rank_table(f)
+        K = f["lookahead"]
+        f["fitted a"] = counted_acceptance_rate(ranks)
+        f["fitted r"] = fit_power_law(counted_miss_rates(ranks))
+        shapes = {"geometric": "geometric", "uniform": "uniform",
+                  "all accepted only": ",".join(["0"] * K + ["24"])}
+        for name, policy in shapes.items():
+            f[f"hits, {name}"] = bench.of_any_cache(f, policy, 24)["hit_rate"]
+        print(f"  {point.name} {point.value:g}: --acceptance-rate {f['fitted a']:.2f} "
+              f"--miss-exponent {f['fitted r']:.2f} ({int(ranks.sum())} bonus tokens); hits of "
+              "budget 24: " + ", ".join(f"{name} {f[f'hits, {name}']:.2f}" for name in shapes))
+
+
+def rank_table(f: Figures) -> torch.Tensor:
+    """`[K+1, n+1]`, after primary and backup together."""
+    return torch.tensor(f["bonus_ranks"]) + torch.tensor(f["bonus_ranks_after_backup"])
 
 
 # ---- tables ----
 
 def print_table(title: str, *lines: list) -> None:
     """Header and rows. Columns as wide as they must be; the first is flush left."""
-    cells = [["" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell)
-              for cell in line] for line in lines]
+    def cell(value) -> str:
+        if value is None:
+            return ""
+        return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+    cells = [[cell(value) for value in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print(f"\n{title}")
     for first, *others in cells:
         print("  ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
-def against(ours: Competitor, theirs: Competitor | None) -> str | None:
-    """Median of the speed ratios by batch; its 95% interval, from medians of resampled batches."""
-    if theirs in (ours, None):
-        return None
-    ratios, coins = torch.tensor(ours.speeds) / torch.tensor(theirs.speeds), torch.Generator()
-    draws = torch.randint(len(ratios), (2000, len(ratios)), generator=coins.manual_seed(0))
-    low, high = ratios[draws].quantile(0.5, 1).quantile(torch.tensor([0.025, 0.975])).tolist()
-    return f"{ratios.quantile(0.5):.2f} ({low:.2f}-{high:.2f})"
-
-
-def bounds(c: Competitor, sd: Competitor | None) -> str | None:
-    """Corollary 9: between what the speed over SD lies (the lower one: with the neural backup)."""
-    ours, theirs = c.figures(), sd.figures() if sd else {}
-    if not theirs or not ours["E_hit"]:
-        return None
-    low, high = speedup_over_sd_bounds(ours["hit_rate"], ours["E_hit"], theirs["tokens_per_round"],
-                                       theirs["T_b"] or 0.0)
-    return f"{low:.2f}-{high:.2f}" if c.settings.backup == "neural" else f"-{high:.2f}"
-
-
-def show(job: Run, name: str) -> list[dict[str, Any]]:
-    """Measure a row of data, print it, draw it; the results, for --out."""
-    row = sweeps(job.settings)[name]
-    shown = measure(job, row)
-    if not job.leads:
-        return []
-    named, table = {(c.name, c.value): c for c in shown}, []
-    for c in shown:
-        ar, sd = (named.get((other, c.value)) for other in ("AR", "SD"))
-        quartiles = "-".join(f"{q:.1f}" for q in statistics.quantiles(c.speeds)[::2])
-        table.append([c.name, c.value, c, statistics.median(c.speeds), quartiles, against(c, ar),
-                      against(c, sd), bounds(c, sd)])
-    print_table(f"{name}: {len(job.prompts)} prompts, {job.settings.max_new_tokens} tokens each", [
-        "", row.axis, "best with", "tokens/s", "quartiles", "/ AR", "/ SD", "Cor. 9 at one T_v"],
-        *table)
-    print_table("T_b of SD is T_SD, the drafting that SSD hides", [
-        "", row.axis, *map(draw.words, COLUMNS)],
-        *([c.name, c.value, *map(c.figures().get, COLUMNS)] for c in shown))
-    if row.panels or row.by_hand:
-        draw.figure(job, name, row, shown)
-    return [{"sweep": name, "name": c.name, row.axis: c.value, "with": str(c), "speeds": c.speeds,
-             "figures": c.figures()} for c in shown]
-
-
 # ---- at the paper's scale, without measuring ----
 
-PASS, P_HIT, K_SD = 0.00254, 0.9, 6
+PASS = 0.00254  # seconds
+P_HIT = 0.9
+K_SD = 6
 KNOWN = f"""\
 Known: the speeds called measured, of the paper (4 + 1 and 1 + 1 H100, greedy, batch 1) and of a
 third party (Weili-0234/ssd-wl); SD's K = {K_SD} and its K + 1 draft passes; SSD's K (the paper's:
@@ -379,42 +423,38 @@ def predict() -> None:
         tokens = sd * (T_v + (K_SD + 1) * PASS)  # E(a, K)
         a = bisect.bisect(range(10000), tokens, key=lambda i: expected_tokens(i / 1e4, K_SD)) / 1e4
         for K, ssd in measured.items():
-            E, T_p = expected_tokens(a, K), (K + 1) * PASS / T_v
+            E = expected_tokens(a, K)
+            T_p = (K + 1) * PASS / T_v
             speed = throughput(P_HIT, E, E, T_p, T_p) / T_v
             rows.append([name, K, a, T_p, sd, speed, ssd, f"{100 * (speed / ssd - 1):+.0f}%",
                          speed / sd, ssd / sd])
     print_table("Theorem 7, tokens/s", *rows)
 
 
-def work(s: BenchSettings) -> None:
-    if s.predict:
+def main(settings: BenchSettings) -> None:
+    if settings.predict:
         return predict()
-    job = Run(s, read_prompts(s)[:3 if s.quick else None])
-    if job.ranks.world != 2:
-        raise UserError("bench.py measures one target rank and one draft rank: start two")
-    job.join_and_load()
-    job.leads, job.drafts = job.ranks.rank == 0, job.draft
-    if job.leads:  # for SD
-        job.draft = job.load_draft()
-    threads = [job.ranks.threads]
-    dist.broadcast_object_list(threads, 0)  # both ranks try the same
-    job.threads, = threads
-    transformers.logging.set_verbosity_error()
-    process, own = psutil.Process(), [None, None]
-    process.cpu_percent(), psutil.cpu_percent()  # since now
-    names = SWEEPS if "all" in s.sweep else s.sweep or ("greedy", "sampled")
-    results = [result for name in names for result in show(job, name)]
+    bench = Bench(settings)
+    process = psutil.Process()
+    process.cpu_percent()  # from now on
+    psutil.cpu_percent()
+    found = []
+    everything = "all" in settings.sweep
+    if everything or not settings.sweep:
+        found += comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
+    bench.prompts = bench.prompts[:SWEEP_PROMPTS]
+    for name in SWEEPS if everything else settings.sweep:
+        found += sweep(bench, name)
+    own = [None, None]
     dist.all_gather_object(own, process.cpu_percent() / psutil.cpu_count())
+    others = max(0, psutil.cpu_percent() - sum(own))
+    if not bench.leads:
+        return
     machine = {"machine": platform.platform(), "torch": torch.__version__,
                "transformers": transformers.__version__,
                "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-               "cores used by others": f"{max(0, psutil.cpu_percent() - sum(own)):.0f}%"}
-    if job.leads:
-        print(f"\n{machine}\nOthers on the cores slow SSD most: it needs two at once.")
-        if s.out is not None:
-            result = {"machine": machine, "settings": asdict(s), "results": results}
-            write_json("--out", s.out, result)
-
-
-if __name__ == "__main__":
-    run(SETTINGS, work)
+               "cores used by others": f"{others:.0f}%"}
+    print(f"\n{machine}")
+    if settings.out is not None:
+        result = {"machine": machine, "settings": asdict(settings), "results": found}
+        write_json("--out", settings.out, result)

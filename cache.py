@@ -1,5 +1,5 @@
 """The speculation cache: which outcomes to prepare for, and the speculations prepared (section
-4.1).
+4.1); what they are worth.
 
 A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus
 token t*. The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow
@@ -8,48 +8,51 @@ sum_k F_k = budget. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
-and the bonus token escapes the draft's top F guesses with probability proportional to F^-r (Def.
-11, the power law). Then the best shape is a capped geometric series (Thm. 12):
+and the bonus token is not among the draft's top F guesses with a probability proportional to F^-r
+(Def. 11, the power law). Then the best shape is a capped geometric series (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
 import math
-from collections import defaultdict
 from statistics import linear_regression
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-# Who answers for a row: the cache; a backup (section 4.3); not this drafter, but another.
-PRIMARY, BACKUP, NOBODY = 0, 1, -1
-BLIND_ACCEPTANCE = 0.2  # first guess of the acceptance rate of a backup without a model
+from runtime.settings import UserError
+
+PRIMARY = 0      # who drafted a speculation: the primary, which fills the cache,
+BACKUP = 1       # or the backup, after a miss (section 4.3)
+FINISHED = -1    # as k: this row's text is complete
+NO_OUTCOME = -2  # as k: no guess
 
 
 class Outcome(NamedTuple):
-    """What one verification decided, for a batch of B rows, in host memory."""
-    num_accepted: torch.Tensor  # [B] k, drafted tokens accepted; -1: the row has ended
+    """What one verification decided, for a batch of B rows, in host memory. (Guessed outcomes are
+    `[B, n]`.)"""
+    num_accepted: torch.Tensor  # [B] k, drafted tokens accepted; or FINISHED
     bonus: torch.Tensor         # [B] t*, the token the target added itself
 
     @property
-    def ended(self) -> torch.Tensor:
-        """Which rows `[B]` have ended."""
-        return self.num_accepted < 0
+    def finished(self) -> torch.Tensor:
+        """Which rows `[B]` are finished."""
+        return self.num_accepted == FINISHED
 
 
 class Speculation(NamedTuple):
     """K drafted tokens per row."""
     tokens: torch.Tensor  # [B, K]
     q: torch.Tensor       # [B, K, V] what they were drawn from; V = 0 when greedy: point masses
-    source: torch.Tensor  # [B] PRIMARY, BACKUP, or NOBODY: no answer of this drafter's; host memory
+    source: torch.Tensor  # [B] PRIMARY or BACKUP; in host memory
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":
         """K = 0: what prefill (round 0) and autoregressive decoding verify."""
-        return cls(torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0, 0),
-                   torch.full((rows,), BACKUP))
+        tokens = torch.zeros(rows, 0, dtype=torch.long)
+        return cls(tokens, torch.zeros(rows, 0, 0), torch.full((rows,), BACKUP))
 
 
-# ---- the shape: F_0..F_K ----
+# ---- the shape F_0..F_K ----
 
 def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[float]:
     """P(k of K = `lookahead` tokens accepted), k = 0..K, at a = `acceptance_rate` for each token.
@@ -65,178 +68,87 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                       miss_exponent: float) -> list[int]:
     """F_0..F_K: the integers of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
 
-    Every guess goes where it lowers the sum most. As further guesses for the same k lower it less
-    and less, these are simply the largest gains of all, and it is Theorem 12's closed form wherever
-    that is integral. The power law says nothing of F = 0; we let the first guess halve the miss
-    rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest k first.
+    Every guess goes where it lowers the sum most. More guesses for the same k lower it less and
+    less, so these are simply the largest gains of all, and the result is Theorem 12's closed form
+    wherever that is integral. The power law says nothing of F = 0; we let the first guess halve the
+    miss rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest first.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
-    miss = [2.0, *(F ** -miss_exponent for F in range(1, budget + 1))]
-    likelihood = acceptance_distribution(acceptance_rate, lookahead)
-    gains = [(P * (miss[F] - miss[F + 1]), k) for k, P in enumerate(likelihood)
-             for F in range(budget)]
+    miss = [2.0] + [F ** -miss_exponent for F in range(1, budget + 1)]
+    gains = []
+    for k, likelihood in enumerate(acceptance_distribution(acceptance_rate, lookahead)):
+        for F in range(budget):
+            gains.append((likelihood * (miss[F] - miss[F + 1]), k))
     chosen = [k for _, k in sorted(gains, reverse=True)[:budget]]
     return [chosen.count(k) for k in range(lookahead + 1)]
 
 
-def uniform_fan_out(budget: int, lookahead: int, *_) -> list[int]:
+def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
+                    miss_exponent: float) -> list[int]:
     """F_0..F_K as equal as integers of sum `budget` can be: what Theorem 12 improves on.
 
-    >>> uniform_fan_out(12, 4)
+    >>> uniform_fan_out(12, 4, 0.8, 1.0)
     [3, 3, 2, 2, 2]
     """
     return [(budget + lookahead - k) // (lookahead + 1) for k in range(lookahead + 1)]
 
 
+FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out}  # --fan-out
+
+
 def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,
                   miss_exponent: float) -> list[int]:
-    """F_0..F_K by the policy of that name, or as it stands there: "4,3,2,1,2"."""
-    if policy[0].isdigit():
-        return [int(F) for F in policy.split(",")]
-    return globals()[f"{policy}_fan_out"](budget, lookahead, acceptance_rate, miss_exponent)
+    """F_0..F_K by the policy of that name, or given by hand as "4,3,2,1,2". Raises `UserError` if
+    that is no shape of this budget.
 
-
-def fit_power_law(miss_rates: list[float]) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
-    least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
-    misses to fit, 1."""
-    points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
-    if len(points) < 2:
-        return 1.0
-    return min(max(-linear_regression(*zip(*points)).slope, 0.1), 10.0)
-
-
-class Estimate:
-    """a and r of one source of speculations (the primary, a backup), as decoding shows them. What
-    is given counts as much as `PRIOR` observations."""
-    PRIOR = 10
-
-    def __init__(self, acceptance_rate: float, miss_exponent: float, depth: int):
-        """First guesses of a and r; `depth`: how many ranks of guesses are told apart."""
-        self.judged, self.accepted = self.PRIOR, self.PRIOR * acceptance_rate
-        found = 1 - torch.arange(1, depth + 1).double() ** -miss_exponent / 2  # 0 counts as 2
-        self.prior_ranks = self.PRIOR * torch.cat([torch.zeros(1), found, torch.ones(1)]).diff()
-        self.ranks = torch.zeros(depth + 1, dtype=torch.long)  # bonus tokens; the last: beyond all
-
-    def observe(self, num_accepted: torch.Tensor, rank: torch.Tensor, lookahead: int) -> None:
-        """Verifications of this source's speculations, `[n]` each: how many tokens were accepted,
-        and how many tokens did the draft think likelier than the bonus token?"""
-        self.judged += int((num_accepted + 1).clamp(max=lookahead).sum())
-        self.accepted += int(num_accepted.sum())
-        deepest = len(self.ranks) - 1
-        self.ranks += torch.bincount(rank.clamp(max=deepest), minlength=deepest + 1)
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted / self.judged
-
-    @property
-    def miss_rates(self) -> list[float]:
-        """The share of bonus tokens not among the draft's F likeliest, for F = 1..depth."""
-        ranks = self.prior_ranks + self.ranks
-        return (1 - ranks.cumsum(0)[:-1] / ranks.sum()).tolist()
-
-    @property
-    def miss_exponent(self) -> float:
-        return fit_power_law(self.miss_rates)
-
-    def hit_rate(self, fan_out: list[int]) -> float:
-        """Probability that the outcome is in a cache of shape F_0..F_K."""
-        miss = [1.0, *self.miss_rates]
-        likelihood = acceptance_distribution(self.acceptance_rate, len(fan_out) - 1)
-        return sum(P * (1 - miss[F]) for P, F in zip(likelihood, fan_out))
-
-
-class FanOut:
-    """The shape of the cache after the primary and after the backup, and which backup: decided by
-    what was counted so far. Nothing that is timed decides."""
-
-    def __init__(self, lookahead: int, budget: int, policy: str = "geometric",
-                 backup: str = "neural", acceptance_rate: float = 0.8, miss_exponent: float = 1.0):
-        """`policy` as in `fan_out_shape`; `backup` by name, or auto; first guesses of a and r."""
-        self.lookahead, self.budget, self.policy, self.choice = lookahead, budget, policy, backup
-        known = {name: Estimate(acceptance_rate, miss_exponent, budget)
-                 for name in ("primary", "neural")}
-        self.estimates = defaultdict(
-            lambda: Estimate(BLIND_ACCEPTANCE, miss_exponent, budget), known)
-        self.critical_batch_size = None
-
-    def start(self, rows: int) -> None:
-        """A batch of so many rows begins: choose its backup, and the shapes to begin with."""
-        self.backup = self.choice if self.choice != "auto" else self.choose_backup(rows)
-        self.shapes = [self.shape("primary"), self.shape(self.backup)]  # PRIMARY's, BACKUP's
-
-    def shape(self, name: str) -> list[int]:
-        """F_0..F_K for the verification of a speculation of this source."""
-        estimate = self.estimates[name]
-        return fan_out_shape(self.policy, self.budget, self.lookahead, estimate.acceptance_rate,
-                             estimate.miss_exponent)
-
-    def observe(self, source: torch.Tensor, outcome: Outcome, rank: torch.Tensor) -> None:
-        """Count a verification: who drafted, `source` `[B]`; its outcome; and the `rank` `[B]` of
-        the bonus token among the draft's guesses, 0 for the first."""
-        for kind, name in ((PRIMARY, "primary"), (BACKUP, self.backup)):
-            rows = ~outcome.ended & (source == kind)
-            if rows.any():
-                self.estimates[name].observe(outcome.num_accepted[rows], rank[rows], self.lookahead)
-                self.shapes[kind] = self.shape(name)
-
-    def choose_backup(self, rows: int) -> str:
-        """Theorem 17. T_p = 1 and T_b = K / (K + 1) are what a well chosen K makes true."""
-        primary, tokens = self.estimates["primary"], {
-            name: expected_tokens(self.estimates[name].acceptance_rate, self.lookahead)
-            for name in ("primary", "neural", "fast")}
-        self.critical_batch_size = critical_batch_size(
-            primary.hit_rate(self.shape("primary")), *tokens.values(),
-            T_p=1.0, T_neural=self.lookahead / (self.lookahead + 1), T_fast=0.0)
-        return "neural" if rows < self.critical_batch_size else "fast"
-
-    def report(self) -> dict[str, Any]:
-        """What was learnt and chosen, for --json."""
-        primary, backup = self.estimates["primary"], self.estimates[self.backup]
-        b = self.critical_batch_size
-        return {"acceptance_rate_primary": primary.acceptance_rate,
-                "acceptance_rate_backup": backup.acceptance_rate,
-                "miss_exponent": primary.miss_exponent,
-                "bonus_ranks": (primary.ranks + backup.ranks).tolist(),
-                "fan_out": self.shapes[PRIMARY], "fan_out_after_backup": self.shapes[BACKUP],
-                "backup": self.backup,
-                "critical_batch_size": None if b is None or math.isinf(b) else b}
+    >>> fan_out_shape("4,3,2,1,2", 12, 4, 0.8, 1.0)
+    [4, 3, 2, 1, 2]
+    """
+    if policy in FAN_OUT_POLICIES:
+        shape = FAN_OUT_POLICIES[policy](budget, lookahead, acceptance_rate, miss_exponent)
+    else:
+        shape = [int(F) for F in policy.split(",")]
+    if len(shape) != lookahead + 1 or min(shape) < 0 or sum(shape) != budget:
+        raise UserError(f"--fan-out {policy} is {shape}; it must be {lookahead + 1} numbers, "
+                        f"F_0 to F_K, of sum {budget}, the budget")
+    return shape
 
 
 # ---- the cache ----
 
-def likely_outcomes(scores: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
-    """The outcomes to prepare for: for each k the F_k bonus tokens of highest score, `[B, budget]`.
+def likely_outcomes(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
+    """The outcomes to prepare for: for each k the first F_k bonus tokens, `[B, budget]`.
 
-    scores `[B, K+1, V]`: the draft's, -inf for what cannot be; fan_out `[B, K+1]`, rows of one sum.
-    Where F_k exceeds V, the last guess is repeated.
+    ranked `[B, K+1, n]`: bonus tokens after k accepted ones, the likeliest first; fan_out
+    `[B, K+1]`, rows of one sum. Where F_k exceeds n, the last guess is repeated.
 
-    >>> scores = torch.tensor([[[3.0, 1.0, 2.0, 0.0], [0.0, 9.0, 8.0, 7.0]]])
-    >>> likely_outcomes(scores, torch.tensor([[1, 2]]))
-    Outcome(num_accepted=tensor([[0, 1, 1]]), bonus=tensor([[0, 1, 2]]))
+    >>> ranked = torch.tensor([[[5, 7, 6], [8, 9, 5]]])
+    >>> likely_outcomes(ranked, torch.tensor([[1, 2]]))
+    Outcome(num_accepted=tensor([[0, 1, 1]]), bonus=tensor([[5, 8, 9]]))
     """
-    most, vocab_size = int(fan_out.max()), scores.shape[-1]
-    ranked = scores.topk(min(most, vocab_size)).indices
-    ranked = ranked[..., torch.arange(most, device=ranked.device).clamp(max=vocab_size - 1)]
-    guessed = torch.arange(most, device=ranked.device) < fan_out.to(ranked.device)[..., None]
-    rows = len(scores)  # in every one of them as many are guessed
-    return Outcome(guessed.nonzero()[:, 1].view(rows, -1), ranked[guessed].view(rows, -1))
+    rows = len(ranked)
+    rank = torch.arange(int(fan_out.max()))
+    guessed = rank < fan_out[..., None]
+    bonus = ranked[..., rank.clamp(max=ranked.shape[-1] - 1)]
+    num_accepted = guessed.nonzero()[:, 1]
+    return Outcome(num_accepted.view(rows, -1), bonus[guessed].view(rows, -1))
 
 
-def bonus_rank(scores: torch.Tensor, outcome: Outcome) -> torch.Tensor:
-    """How many tokens had a higher score `[B, K+1, V]` than the bonus token, `[B]`: of a hit, fewer
-    than F_k."""
-    at_k = scores[torch.arange(len(scores)), outcome.num_accepted]
-    return (at_k > at_k.gather(1, outcome.bonus[:, None].to(scores.device))).sum(1).cpu()
+def bonus_rank(ranked: torch.Tensor, outcome: Outcome) -> torch.Tensor:
+    """The place `[B]` of each row's bonus token among its guesses `ranked` `[B, K+1, n]`, counted
+    from 0; n if it is none of them. Its outcome is a hit where this is below F_k."""
+    guesses = ranked[torch.arange(len(ranked)), outcome.num_accepted]
+    found = guesses == outcome.bonus[:, None]
+    return found.long().argmax(1).where(found.any(1), ranked.shape[-1])
 
 
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
     """Which of the guesses `[B, n]` is the outcome `[B]`?"""
-    return ((guesses.num_accepted == outcome.num_accepted[:, None])
-            & (guesses.bonus == outcome.bonus[:, None]))
+    same_k = guesses.num_accepted == outcome.num_accepted[:, None]
+    same_bonus = guesses.bonus == outcome.bonus[:, None]
+    return same_k & same_bonus
 
 
 class SpeculationCache(NamedTuple):
@@ -244,28 +156,32 @@ class SpeculationCache(NamedTuple):
     guesses: Outcome      # num_accepted, bonus: [B, n], in host memory
     tokens: torch.Tensor  # [B, n, K]
     q: torch.Tensor       # [B, n, K, V]; V = 0 when greedy
+    ranked: torch.Tensor  # [B, K+1, n] all guesses by k, the likeliest first, in host memory
 
     @classmethod
-    def empty(cls, rows: int, lookahead: int, like: torch.Tensor) -> "SpeculationCache":
-        """Guesses nothing, so that every look-up misses; q has width, type and device of `like`
+    def empty(cls, rows: int, lookahead: int, q_like: torch.Tensor) -> "SpeculationCache":
+        """Guesses nothing, so that every look-up misses. q has width, type and device of `q_like`
         `[V]`."""
-        no_outcome = torch.full((rows, 1), -2)
-        return cls(Outcome(no_outcome, no_outcome), like.new_zeros(rows, 1, lookahead).long(),
-                   like.new_zeros(rows, 1, lookahead, len(like)))
+        no_guess = torch.full((rows, 1), NO_OUTCOME)
+        tokens = torch.zeros(rows, 1, lookahead, dtype=torch.long, device=q_like.device)
+        q = q_like.new_zeros(rows, 1, lookahead, len(q_like))
+        return cls(Outcome(no_guess, no_guess), tokens, q, no_guess[..., None])
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(tokens [B, K], q [B, K, V], hit [B])`: what was prepared for the outcome; where there
-        is no hit it means nothing.
+        """`(tokens [B, K], q [B, K, V], hit [B])`: what was prepared for the outcome; in rows
+        without a hit it means nothing.
 
         >>> guesses = Outcome(torch.tensor([[0, 0, 1]]), torch.tensor([[7, 8, 7]]))
         >>> prepared = torch.tensor([[[1, 2], [3, 4], [5, 6]]])
-        >>> cache = SpeculationCache(guesses, prepared, torch.zeros(1, 3, 2, 0))
+        >>> cache = SpeculationCache(guesses, prepared, torch.zeros(1, 3, 2, 0), ranked=None)
         >>> tokens, q, hit = cache.look_up(Outcome(torch.tensor([1]), torch.tensor([7])))
         >>> tokens, hit
         (tensor([[5, 6]]), tensor([True]))
         """
         match = matches(self.guesses, outcome)
-        row, branch = torch.arange(len(match)), match.long().argmax(1)
+        device = self.tokens.device  # where the host need not wait for the GPU to be free
+        row = torch.arange(len(match)).to(device, non_blocking=True)
+        branch = match.long().argmax(1).to(device, non_blocking=True)
         return self.tokens[row, branch], self.q[row, branch], match.any(1)
 
 
@@ -293,18 +209,22 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
     2.4
     """
     all_hit = hit_rate ** batch_size
-    return ((hit_rate * tokens_hit + (1 - hit_rate) * tokens_miss)
-            / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b)))
+    tokens = hit_rate * tokens_hit + (1 - hit_rate) * tokens_miss
+    return tokens / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b))
 
 
 def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
                            T_sd: float) -> tuple[float, float]:
-    """Between what SSD's speed over plain SD lies, if its backup is its primary and T_p <= 1 (Cor.
-    9); with tokens_hit = tokens_sd the lower bound is at least 1 (Cor. 8):
+    """Bounds on SSD's speedup over plain SD when its backup is its primary and T_p <= 1 (Cor. 9);
+    with tokens_hit = tokens_sd the lower bound is at least 1 (Cor. 8):
 
-        (1 + T_SD) / (1 + T_SD (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD."""
-    most = (1 + T_sd) * tokens_hit / tokens_sd
-    return most / (1 + T_sd * (1 - hit_rate)), most
+        (1 + T_SD) / (1 + T_SD (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD.
+
+    >>> speedup_over_sd_bounds(hit_rate=1.0, tokens_hit=3, tokens_sd=3, T_sd=0.5)
+    (1.5, 1.5)
+    """
+    upper = (1 + T_sd) * tokens_hit / tokens_sd
+    return upper / (1 + T_sd * (1 - hit_rate)), upper
 
 
 def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float,
@@ -316,14 +236,75 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
     >>> round(critical_batch_size(0.8, 4, 4, 1, T_p=1, T_neural=0.5, T_fast=0), 2)
     1.95
     """
-    neural, fast = (hit_rate * tokens_hit + (1 - hit_rate) * tokens
-                    for tokens in (tokens_neural, tokens_fast))
-    at_once = max(1.0, T_p)
+    neural = hit_rate * tokens_hit + (1 - hit_rate) * tokens_neural
+    fast = hit_rate * tokens_hit + (1 - hit_rate) * tokens_fast
+    T_hit = max(1.0, T_p)
     # neural wins iff gain(x) > 0, linear in x = p^b, which falls from 1 (b = 0) to 0 (b = infinity)
     at_zero = neural * (1 + T_fast) - fast * (1 + T_neural)
-    slope = fast * (1 + T_neural - at_once) - neural * (1 + T_fast - at_once)
+    slope = fast * (1 + T_neural - T_hit) - neural * (1 + T_fast - T_hit)
     if hit_rate == 1 or at_zero >= 0:
         return math.inf
     if hit_rate == 0 or at_zero + slope <= 0:
         return 0.0
     return math.log(-at_zero / slope) / math.log(hit_rate)
+
+
+def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
+    """p_hit of a cache of shape F_0..F_K by Definition 11: F guesses miss with probability
+    F^-r / 2, none with 1.
+
+    >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
+    0.5
+    """
+    likelihood = acceptance_distribution(acceptance_rate, len(fan_out) - 1)
+    hits = [1 - F ** -miss_exponent / 2 if F else 0.0 for F in fan_out]
+    return sum(P * hit for P, hit in zip(likelihood, hits))
+
+
+def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
+                  fast_acceptance_rate: float, miss_exponent: float) -> tuple[str, float]:
+    """--backup auto, by Theorem 17: `("neural" or "lookup", b*)`. T_p = 1 and T_b = K / (K + 1) are
+    what a well chosen K gives."""
+    lookahead = len(fan_out) - 1
+    tokens = expected_tokens(acceptance_rate, lookahead)
+    b = critical_batch_size(
+        power_law_hit_rate(fan_out, acceptance_rate, miss_exponent), tokens, tokens,
+        expected_tokens(fast_acceptance_rate, lookahead),
+        T_p=1.0, T_neural=lookahead / (lookahead + 1), T_fast=0.0)
+    return "neural" if batch_size < b else "lookup", b
+
+
+# ---- what was counted: a, r and the hits of every other shape ----
+
+def fit_power_law(miss_rates: list[float]) -> float:
+    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
+    least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
+    misses to fit, 1."""
+    points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
+    if len(points) < 2:
+        return 1.0
+    slope = linear_regression(*zip(*points)).slope
+    return min(max(-slope, 0.1), 10.0)
+
+
+def counted_hit_rate(bonus_ranks: torch.Tensor, fan_out: list[int]) -> float:
+    """The share of the counted outcomes that a cache of shape F_0..F_K would have held.
+    `bonus_ranks` `[K+1, n+1]`: how often k tokens were accepted and the bonus token was the guess
+    of that rank; the last column: none of the n guesses."""
+    held = torch.arange(bonus_ranks.shape[1] - 1) < torch.tensor(fan_out)[:, None]
+    hits = bonus_ranks[:, :-1][held].sum()
+    return float(hits / bonus_ranks.sum())
+
+
+def counted_acceptance_rate(bonus_ranks: torch.Tensor) -> float:
+    """The maximum-likelihood a of the counted outcomes: tokens accepted / tokens verified,
+    up to the first rejection."""
+    times = bonus_ranks.sum(1).double()
+    accepted = float(times @ torch.arange(len(times)).double())
+    return accepted / (accepted + float(times[:-1].sum()))
+
+
+def counted_miss_rates(bonus_ranks: torch.Tensor) -> list[float]:
+    """The share of bonus tokens not among the draft's F likeliest, for F = 1..n."""
+    ranks = bonus_ranks.sum(0).double()
+    return (1 - ranks.cumsum(0)[:-1] / ranks.sum()).tolist()

@@ -2,29 +2,31 @@
 
 A round of the draft, with K = lookahead:
 
-    speculate(outcome)    hit:  the speculation prepared for this outcome, at once
-                          miss: a backup drafts, just in time (section 4.3):
-                                neural: the draft model itself, K passes
-                                fast:   what followed the last words when they stood there before
-                                random: tokens drawn blindly (the paper's own fast backup)
-    pre_speculate()       while the target verifies:
+    pre_speculate(s^T)    while the target verifies s^T:
                           one trunk pass over [t*, s_1..s_K]: K+1 distributions, from which the
                           outcomes are guessed; then K tree passes, one token for every guessed
-                          outcome at once: the next speculation cache
+                          outcome at once: the speculation cache
+    speculate(v^T)        hit:  the speculation prepared for this outcome, at once
+                          miss: a backup drafts, just in time (section 4.3):
+                                neural  the draft model itself, K passes
+                                lookup  what followed the last words when they stood there before
+                                random  tokens drawn blindly (the paper's fast backup)
 
-Called without `pre_speculate`, the same worker is the draft of ordinary speculative decoding: every
-round misses.
+Without `pre_speculate` the same worker is the draft of plain speculative decoding: every round
+misses.
 """
-from typing import Any, Callable, NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
 import sampling
-from cache import (BACKUP, NOBODY, PRIMARY, FanOut, Outcome, Speculation, SpeculationCache,
-                   bonus_rank, likely_outcomes, matches)
-from runtime.model import CausalLM, Stopwatch
+from cache import (BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, bonus_rank,
+                   likely_outcomes)
+from runtime.model import CausalLM, Stopwatch, to_device
+from sampling import PublicNoise, Sampler, UniformStream
 
-MATCH = 16  # tokens of a match beyond which the fast backup takes matches for equally good
+MAX_MATCH = 16  # tokens of a match beyond which prompt look-up takes matches for equally good
 Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens [..., K], drawn from q [..., K, V]
 
 
@@ -51,187 +53,248 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
     """
     rows, n = num_accepted.shape
     fork = length[:, None] + num_accepted
-    itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
-    visible = torch.cat([torch.arange(trunk) < fork[..., None], itself], 2)
-    return Tree(fork, trunk + torch.arange(lookahead * n).view(lookahead, n), visible)
+    slots = trunk + torch.arange(lookahead * n).view(lookahead, n)
+    sees_trunk = torch.arange(trunk) < fork[..., None]
+    sees_itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
+    return Tree(fork, slots, torch.cat([sees_trunk, sees_itself], 2))
 
 
 def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
     """The next token of every branch: logits `[B, n, V]` after tokens `[B, n]`, number `step` of
     their branches."""
-    later = tree.slots[step + 1:].numel()  # slots that are still empty
-    visible = tree.visible[..., :tree.visible.shape[-1] - later]
+    still_empty = tree.slots[step + 1:].numel()
+    visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
     slots = tree.slots[step].expand(len(tokens), -1)
     return model.forward(tokens, tree.positions + step, slots, visible)
 
 
+class Plan(NamedTuple):
+    """What sections 4.1 and 4.3 leave to choose; known before the first round."""
+    fan_out: list[list[int]]  # F_0..F_K after the PRIMARY, and after the BACKUP
+    backup: str               # a name in BACKUPS
+    critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
+
+    @property
+    def lookahead(self) -> int:
+        return len(self.fan_out[PRIMARY]) - 1
+
+    @property
+    def budget(self) -> int:
+        return sum(self.fan_out[PRIMARY])
+
+
 class DraftWorker:
-    """The draft model, its KV, and the speculation cache of a batch of B rows."""
+    """The draft model, and the verified text of every row of a batch of B."""
 
-    def __init__(self, model: CausalLM, warping: sampling.Warping, seed: int, fan_out: FanOut,
-                 downweight: float = 1.0, public_seed: int | None = None, number: int = 0,
-                 drafters: int = 1):
-        """`warping` and `public_seed` as the target's; `seed` of the coins for branches, `seed` + 1
-        for backups, both independent of the verifier's; `fan_out` and `downweight`, C: the choices
-        of sections 4.1 to 4.3. Of several `drafters`, alike in all else, `number` d prepares for
-        guesses d, d + drafters, ...; the last one answers where nobody is prepared."""
-        self.model, self.warping, self.fan_out = model, warping, fan_out
-        self.downweight, self.lookahead = downweight, fan_out.lookahead
-        self.share, self.is_last = slice(number, None, drafters), number == drafters - 1
-        self.public_seed, self.rows = None if warping.greedy else public_seed, 0
-        self.branch_coins = torch.Generator().manual_seed(seed)
-        self.backup_coins = torch.Generator().manual_seed(seed + 1)
+    def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan,
+                 noise: PublicNoise | None = None):
+        """`sampler` with C of Saguaro sampling; `seed` and `noise` as the target's: the uniform
+        numbers of branches and of backups are streams of their own, independent of the
+        verifier's."""
+        self.model = model
+        self.sampler = sampler
+        self.plan = plan
+        self.uniforms = [UniformStream(seed, sampling.BRANCHES),  # PRIMARY's
+                         UniformStream(seed, sampling.BACKUPS)]   # BACKUP's
+        self.noise = noise
         self.watch = Stopwatch(model.device)
-        self.no_q = torch.zeros(0 if warping.greedy else model.vocab_size, device=model.device,
-                                dtype=torch.promote_types(model.dtype, torch.float32))
+        num_ranks = min(plan.budget, model.vocab_size) + 1
+        self.bonus_ranks = torch.zeros(2, plan.lookahead + 1, num_ranks, dtype=torch.long)
 
-    def start(self, prompts: list[list[int]], longest: int) -> None:
-        """Read the prompts of a new batch, whose rows will have at most `longest` tokens. Round 0
-        verifies an empty speculation."""
-        branches = len(range(self.fan_out.budget)[self.share])
-        self.model.allocate(len(prompts), longest + self.lookahead * (1 + branches), longest)
+    @property
+    def lookahead(self) -> int:
+        return self.plan.lookahead
+
+    @property
+    def q_like(self) -> torch.Tensor:
+        """Width (V, or 0 when greedy), type and device of q."""
+        width = 0 if self.sampler.greedy else self.model.vocab_size
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return torch.zeros(width, dtype=dtype, device=self.model.device)
+
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
+        tree_slots = self.lookahead * (1 + self.plan.budget)
+        self.model.allocate(len(prompts), max_length + tree_slots, max_length)
         self.model.prefill(prompts)
-        self.row = torch.arange(self.rows, self.rows + len(prompts))  # counted as the target does
-        self.rows += len(prompts)
+        if self.noise:
+            self.noise.start(len(prompts))
+        width = max_length + self.lookahead + 1
+        padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
+        self.text = torch.tensor(padded)                                 # [B, width]
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
-        width = longest + self.lookahead + 1
-        self.text = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts])
-        self.verifying = Speculation.empty(len(prompts))
-        self.cache = self.nothing = SpeculationCache.empty(len(prompts), self.lookahead, self.no_q)
-        self.guesses, self.outcome, self.scores = self.nothing.guesses, None, None
-        self.fan_out.start(len(prompts))
+
+    # ---- while the target verifies ----
+
+    def pre_speculate(self, speculation: Speculation) -> SpeculationCache:
+        """Guess how the verification of `speculation` will end, and draft what should follow each
+        guess: the speculation cache S^T."""
+        plan = self.plan
+        device = self.model.device
+        rows, in_flight = speculation.tokens.shape
+        if plan.budget == 0:
+            return self.empty_cache(rows)
+        with self.watch("trunk"):
+            ranked = self.trunk_pass(speculation)
+            fan_out = torch.tensor(plan.fan_out)[speculation.source]
+            if in_flight == 0:  # round 0: K = 0, so all guesses are for k = 0
+                fan_out = torch.full((rows, 1), plan.budget)
+            guesses = likely_outcomes(ranked, fan_out)
+            trunk = int(self.length.max()) + in_flight
+            tree = tree_layout(self.length, guesses.num_accepted, trunk, plan.lookahead)
+            tree = Tree(*(to_device(part, device) for part in tree))
+            uniforms = self.uniforms[PRIMARY].draw(plan.lookahead, *guesses.bonus.shape)
+            uniforms = to_device(uniforms, device)
+            tokens = to_device(guesses.bonus, device)
+        branches = []
+        for step in range(plan.lookahead):
+            with self.watch("step"):
+                logits = tree_pass(self.model, tree, tokens, step)
+                F = plan.fan_out[PRIMARY][step]
+                tokens, q = self.sampler.sample(logits, uniforms[step], F)
+                branches.append((tokens, q))
+        tokens, q = (torch.stack(parts, 2) for parts in zip(*branches))
+        return SpeculationCache(guesses, tokens, q, ranked)
+
+    def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
+        """Put the speculation into the KV, and rank the bonus tokens that may follow: the draft's
+        guesses after k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host memory.
+        The drafted token s_{k+1} cannot be the bonus token after a rejection (p < q there)."""
+        device = self.model.device
+        lookahead = speculation.tokens.shape[1]
+        last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
+        drafted = to_device(speculation.tokens, device)
+        logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
+        scores = logits.clone()  # those of inference mode may not be written to
+        if self.noise:  # then guess what the target will draw with it
+            keys = to_device(self.noise.keys(self.length, lookahead), device)
+            noise = sampling.exponential_noise(keys, self.model.vocab_size)
+            scores = self.sampler.probabilities(logits) / noise
+        scores[:, :lookahead].scatter_(-1, drafted[..., None], -torch.inf)
+        return scores.topk(self.bonus_ranks.shape[-1] - 1).indices.cpu()
 
     # ---- the answer ----
 
-    def speculate(self, outcome: Outcome) -> Speculation:
-        """The speculation that follows: from the cache on a hit, from the backup on a miss. One
-        miss makes all rows wait, so the backup drafts for all; the rows that hit keep what they
-        have. Of several drafters each answers for what it prepared."""
-        self.advance(outcome)
-        tokens, q, prepared = self.cache.look_up(outcome)
-        hit = matches(self.guesses, outcome).any(1)  # prepared here, or by another drafter
-        source = torch.full_like(outcome.bonus, BACKUP if self.is_last else NOBODY)
-        source[hit] = NOBODY
-        source[prepared] = PRIMARY
-        if self.is_last and not (hit | outcome.ended).all():
-            keep = prepared.to(tokens.device)[:, None]  # before the passes: it would wait for them
+    def speculate(self, speculation: Speculation, outcome: Outcome,
+                  cache: SpeculationCache | None = None) -> Speculation:
+        """The speculation to follow `outcome`, how the verification of `speculation` ended: from
+        the cache on a hit, from the backup on a miss. One miss makes all rows wait, so the backup
+        drafts for all; rows that hit keep what was prepared. Without a cache every row misses."""
+        self.advance(speculation, outcome)
+        cache = cache or self.empty_cache(len(outcome.bonus))
+        tokens, q, hit = cache.look_up(outcome)
+        if not (hit | outcome.finished).all():
+            keep = to_device(hit[:, None], tokens.device)
             with self.watch("backup"):
-                tokens_now, q_now = getattr(self, f"{self.fan_out.backup}_backup")()
-            tokens, q = tokens.where(keep, tokens_now), q.where(keep[..., None], q_now)
-        self.judged, self.cache, self.guesses = (
-            self.verifying.source, self.nothing, self.nothing.guesses)
-        self.verifying = Speculation(tokens, q, source)
-        return self.verifying
+                backup_tokens, backup_q = BACKUPS[self.plan.backup](self)
+            tokens = tokens.where(keep, backup_tokens)
+            q = q.where(keep[..., None], backup_q)
+        self.count_ranks(speculation, outcome, cache)
+        return Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
 
-    def advance(self, outcome: Outcome) -> None:
+    def advance(self, speculation: Speculation, outcome: Outcome) -> None:
         """Move to the end of the verified text: s_1..s_k and t* join it."""
-        drafted, end = self.verifying.tokens.cpu(), self.length + outcome.num_accepted
+        drafted = speculation.tokens.cpu()
+        end = self.length + outcome.num_accepted
         self.text.scatter_(1, self.length[:, None] + torch.arange(drafted.shape[1]), drafted)
         self.text.scatter_(1, end[:, None], outcome.bonus[:, None])
-        self.length, self.outcome = end + 1, outcome
+        self.length = end + 1
 
-    def neural_backup(self) -> Drafted:
-        """The draft model, a pass per token. The first takes the last two verified tokens: after a
-        backup that was accepted as a whole, the KV of the last but one may be missing."""
-        coins = self.toss(self.backup_coins, self.lookahead, len(self.text))
-        start = (self.length - 2).clamp(min=0)  # a row that ended at once may have one token
-        tokens = self.text.gather(1, start[:, None] + torch.arange(2)).to(self.model.device)
-        drafted = []
-        for coin, F in zip(coins, self.fan_out.shapes[BACKUP]):
-            logits = self.model.causal(tokens, start)[:, -1]
-            start = start + tokens.shape[1]
-            drafted.append(self.warping.draw(logits, coin, F, self.downweight))
-            tokens = drafted[-1][0][:, None]
-        return tuple(torch.stack(parts, 1) for parts in zip(*drafted))
+    def empty_cache(self, rows: int) -> SpeculationCache:
+        return SpeculationCache.empty(rows, self.lookahead, self.q_like)
 
-    def fast_backup(self) -> Drafted:
-        """Prompt look-up in each row's own text: point-mass proposals, and no model."""
-        V, width = self.model.vocab_size, len(self.no_q)
-        tokens = look_up(self.text, self.length, self.lookahead, V).to(self.model.device)
-        return tokens, torch.nn.functional.one_hot(tokens, V).to(self.no_q)[..., :width]
+    # ---- what was counted; nothing decides by it ----
 
-    def random_backup(self) -> Drafted:
-        """Tokens drawn from the uniform distribution."""
-        V, shape = self.model.vocab_size, (len(self.text), self.lookahead)
-        coins = self.toss(self.backup_coins, *shape)
-        return (coins * V).long(), self.no_q.new_full((*shape, len(self.no_q)), 1 / V)
-
-    # ---- pre-speculation, while the target verifies ----
-
-    def pre_speculate(self, peek: Callable[[], Outcome | None] = lambda: None) -> None:
-        """Fill the speculation cache: guess the outcomes, draft what should follow each of them.
-
-        The early outcome (ours, not the paper's): `peek()` returns the outcome if it is there
-        already; if it is none of the guesses, no branch is worth growing."""
-        if self.scores is not None and self.scores.shape[1] > 1:  # round 0 verified nothing
-            rank = bonus_rank(self.scores, self.outcome)  # learnt only now, while time is free
-            self.fan_out.observe(self.judged, self.outcome, rank)
-        if not self.fan_out.budget:
+    def count_ranks(self, speculation: Speculation, outcome: Outcome,
+                    cache: SpeculationCache) -> None:
+        """Count which guess the bonus token was: `bonus_ranks` `[2, K+1, n+1]`, by who drafted, by
+        k, and by rank; n: none of the guesses. So a run tells what any other shape of the cache
+        would have hit (`cache.counted_hit_rate`)."""
+        if cache.ranked.shape[1] == 1:  # round 0, or nothing was guessed
             return
-        device, prepared = self.model.device, []
-        with self.watch("trunk"):
-            self.guesses = self.guess()
-            guesses = Outcome(*(part[:, self.share] for part in self.guesses))
-            coins = self.toss(self.branch_coins, self.lookahead, *self.guesses.bonus.shape)
-            coins = coins[..., self.share]  # all drafters toss alike
-            trunk = int(self.length.max()) + self.verifying.tokens.shape[1]
-            tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead)
-            tokens, tree = guesses.bonus.to(device), Tree(*(part.to(device) for part in tree))
-        for step in range(self.lookahead):
-            outcome = peek()
-            if outcome and not matches(guesses, outcome).any():
-                return
-            with self.watch("step"):
-                logits = tree_pass(self.model, tree, tokens, step)
-                F = self.fan_out.shapes[PRIMARY][step]
-                prepared.append(self.warping.draw(logits, coins[step], F, self.downweight))
-                tokens = prepared[-1][0]
-        self.cache = SpeculationCache(guesses, *(torch.stack(part, 2) for part in zip(*prepared)))
-
-    def guess(self) -> Outcome:
-        """The trunk pass: put the speculation under verification into the KV, and guess its
-        outcomes. The drafted token s_{k+1} cannot be the bonus token after a rejection (p < q
-        there)."""
-        device, lookahead = self.model.device, self.verifying.tokens.shape[1]
-        last = self.text.gather(1, (self.length - 1)[:, None])
-        last, drafted = last.to(device), self.verifying.tokens.to(device)
-        logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
-        self.scores = logits.clone()  # those of inference mode may not be written to
-        if self.public_seed is not None:  # then guess what will be drawn with it
-            keys = sampling.noise_keys(self.public_seed, self.row, self.length, lookahead)
-            noise = sampling.public_noise(keys.to(device), self.model.vocab_size)
-            self.scores = self.warping.probabilities(self.scores) / noise
-        self.scores[:, :lookahead].scatter_(-1, drafted[..., None], -torch.inf)
-        shapes = self.fan_out.shapes if lookahead else [[self.fan_out.budget]] * 2  # Thm. 12, K = 0
-        outcomes = likely_outcomes(self.scores, torch.tensor(shapes)[self.verifying.source])
-        return Outcome(*(part.cpu() for part in outcomes))
-
-    def toss(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
-        """Uniform random numbers in [0, 1)."""
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(self.model.device)
+        active = ~outcome.finished
+        rank = bonus_rank(cache.ranked, outcome)[active]
+        index = (speculation.source[active], outcome.num_accepted[active], rank)
+        self.bonus_ranks.index_put_(index, torch.ones_like(rank), accumulate=True)
 
     def report(self) -> dict[str, Any]:
-        """"times": (seconds, count) of trunk passes, tree steps and backups since the last call;
-        "learnt": what there is to know of the draft's choices."""
-        learnt = self.fan_out.report() | {"downweight": self.downweight}
-        return {"times": self.watch.read(), "learnt": learnt}
+        """Since the last call: "times", (seconds, count) of trunk passes, tree steps and backups;
+        "pace", (kept, passes); "bonus_ranks". And the "choices" made."""
+        bonus_ranks = self.bonus_ranks
+        self.bonus_ranks = torch.zeros_like(bonus_ranks)
+        b = self.plan.critical_batch_size
+        return {"times": self.watch.read(), "pace": self.model.pace.read(),
+                "bonus_ranks": bonus_ranks, "choices": {
+                    "fan_out": self.plan.fan_out[PRIMARY],
+                    "fan_out_after_backup": self.plan.fan_out[BACKUP],
+                    "downweight": self.sampler.downweight, "backup": self.plan.backup,
+                    "critical_batch_size": None if b == math.inf else b}}
 
 
-def look_up(text: torch.Tensor, length: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
+# ---- backups (section 4.3): they draft after a miss ----
+
+def neural_backup(draft: DraftWorker) -> Drafted:
+    """The draft model, a pass per token. The first takes the last two verified tokens: after a
+    backup that was accepted as a whole, the KV of the last but one may be missing."""
+    rows = len(draft.text)
+    uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
+    uniforms = to_device(uniforms, draft.model.device)
+    start = (draft.length - 2).clamp(min=0)  # a row that finished at once may have one token
+    tokens = draft.text.gather(1, start[:, None] + torch.arange(2))
+    tokens = to_device(tokens, draft.model.device)
+    drafted = []
+    for step in range(draft.lookahead):
+        logits = draft.model.causal(tokens, start)[:, -1]
+        start = start + tokens.shape[1]
+        F = draft.plan.fan_out[BACKUP][step]
+        sampled, q = draft.sampler.sample(logits, uniforms[step], F)
+        drafted.append((sampled, q))
+        tokens = sampled[:, None]
+    tokens, q = (torch.stack(parts, 1) for parts in zip(*drafted))
+    return tokens, q
+
+
+def lookup_backup(draft: DraftWorker) -> Drafted:
+    """Prompt look-up in each row's own text: point-mass proposals, and no model."""
+    vocab_size = draft.model.vocab_size
+    q_like = draft.q_like
+    tokens = prompt_lookup(draft.text, draft.length, draft.lookahead, vocab_size)
+    q = torch.nn.functional.one_hot(tokens, vocab_size)[..., :len(q_like)]
+    return tokens.to(q_like.device), q.to(q_like)
+
+
+def random_backup(draft: DraftWorker) -> Drafted:
+    """Tokens drawn from the uniform distribution."""
+    vocab_size = draft.model.vocab_size
+    q_like = draft.q_like
+    shape = len(draft.text), draft.lookahead
+    tokens = (draft.uniforms[BACKUP].draw(*shape) * vocab_size).long()
+    q = q_like.new_full((*shape, len(q_like)), 1 / vocab_size)
+    return tokens.to(q_like.device), q
+
+
+BACKUPS = {"neural": neural_backup, "lookup": lookup_backup, "random": random_backup}  # --backup
+
+
+def prompt_lookup(text: torch.Tensor, length: torch.Tensor, count: int,
+                  vocab_size: int) -> torch.Tensor:
     """The `count` tokens `[B, count]` that followed the longest earlier match of the end of every
     row's text (`length` `[B]` tokens of `text` `[B, W]`), of equally long ones the most recent;
-    `MATCH` tokens are as good as more.
+    `MAX_MATCH` tokens are as good as more.
 
     A match near the end is continued into its own continuation, so a repetition goes on repeating.
     Without any match the proposals are consecutive ids: nothing is lost but the round.
 
-    >>> look_up(torch.tensor([[1, 2, 3, 4, 1, 2, 0]]), torch.tensor([6]), 5, vocab_size=10).tolist()
+    >>> text = torch.tensor([[1, 2, 3, 4, 1, 2, 0]])
+    >>> prompt_lookup(text, torch.tensor([6]), 5, vocab_size=10).tolist()
     [[3, 4, 1, 2, 3]]
     """
-    row, place = torch.arange(len(text)), torch.arange(text.shape[1])
-    windows = torch.nn.functional.pad(text, (MATCH - 1, 0), value=-1).unfold(1, MATCH, 1)
-    agree = (windows == windows[row, length - 1][:, None]).flip(-1)  # token by token, backwards
-    matched = agree.cumprod(-1, dtype=torch.int8).sum(-1)  # [B, W] length of the match ending here
+    row = torch.arange(len(text))
+    place = torch.arange(text.shape[1])
+    padded = torch.nn.functional.pad(text, (MAX_MATCH - 1, 0), value=-1)
+    windows = padded.unfold(1, MAX_MATCH, 1)  # [B, W, MAX_MATCH] the tokens up to each place
+    agree = windows == windows[row, length - 1][:, None]
+    matched = agree.flip(-1).cumprod(-1, dtype=torch.int8).sum(-1)  # [B, W] how many, backwards
     matched = matched.where(place < length[:, None] - 1, 0)
     best = (matched * len(place) + place).argmax(1)
     found = matched[row, best] > 0

@@ -1,225 +1,350 @@
 """Speculative speculative decoding (SSD): Algorithm 1, its two columns, and the command.
 
-    torchrun --nproc-per-node 2 saguaro.py --help
+    python saguaro.py --help
+    torchrun --nproc-per-node 2 saguaro.py
 
-Rank 0 holds the target and decodes; the last rank (of --drafters D the last D) holds the draft and
-answers; any between hold the target together with rank 0 (tensor-parallel) and follow it. All parse
-the same command line and read the same prompts, so only data travels, in a fixed order and in
-messages of known size, each heard by all:
+Rank 0 holds the target and decodes; the last rank holds the draft and answers; any between hold
+the target together with rank 0 (tensor parallelism) and follow it. All parse the same command line
+and read the same prompts, so only data travels, in a fixed order and in messages of known size,
+each broadcast to all:
 
-    rank 0:  prefill | say v0 |           hear s1 | verify s1 | say v1 |          hear s2 | ...
-    last:    prefill, pre-speculate | hear v0, say s1 | pre-speculate | hear v1, say s2 | ...
+    rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
+    last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
 Algorithm 1                                        here
 -----------                                        ----
 verifier:    receive the speculation s^T           RemoteSpeculator.speculate, called by decode
              verify it                             TargetWorker.verify, sampling.verify
-             send the outcome v^T = (k, t*)        Wire.outcome
-speculator:  predict likely outcomes               DraftWorker.guess, cache.likely_outcomes
+             send the outcome v^T = (k, t*)        Channel.send_outcome
+speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache.likely_outcomes
              prepare a speculation for each: S^T   DraftWorker.pre_speculate, SpeculationCache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
-             else ask the backup speculator        DraftWorker.neural_backup, .fast_backup, ...
+             else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
 """
-from runtime.settings import Settings, begin, decoding, interrupted, read_prompts
+from runtime.launch import decoding, interrupted, launch
+from runtime.settings import Settings, UserError
 
-SETTINGS = begin(Settings) if __name__ == "__main__" else None  # importing torch takes seconds
+if __name__ == "__main__":
+    launch(Settings, "saguaro")  # parses first, then imports this module: torch takes seconds
 
+import time
+from dataclasses import replace
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 
-from cache import BACKUP, NOBODY, FanOut, Outcome, Speculation
-from draft_worker import DraftWorker
-from runtime.command import Display, Ranks, Run, Stats, Texts, run
-from runtime.model import CausalLM
-from sampling import Warping
+from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_out_shape
+from draft_worker import DraftWorker, Plan
+from runtime.cuda_graphs import CAPTURE_FROM
+from runtime.model import to_device
+from runtime.placement import Job, Models, Placement
+from runtime.screen import Display, Stats
+from sampling import PublicNoise, Sampler
 from target_worker import TargetWorker
 
 
-def decode(target: TargetWorker, speculator, texts: Texts) -> None:
+def decode(target: TargetWorker, speculator, sequences: "Sequences") -> None:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
     loop; who drafts, and when, is the only difference."""
-    speculator.start(texts.prompts, texts.longest)
-    speculation = Speculation.empty(len(texts.prompts))
-    outcome = target.prefill(texts.prompts, texts.longest, speculator.lookahead)  # round 0
+    speculator.start(sequences.prompts, sequences.max_length)
+    speculation = Speculation.empty(len(sequences.prompts))
+    outcome = target.prefill(sequences.prompts, sequences.max_length, speculator.lookahead)
     while True:
-        outcome = texts.extend(speculation, outcome)
+        outcome = sequences.extend(speculation, outcome)
         target.advance(outcome)
-        speculation = speculator.speculate(outcome)
-        if texts.ended:
-            report = speculator.report()
-            return texts.stats.add(target.watch.read() | report["times"], report["learnt"])
+        speculation = speculator.speculate(speculation, outcome)
+        if outcome.finished.all():
+            return
         outcome = target.verify(speculation)
 
 
-def serve(draft: DraftWorker, wire: "Wire", prompts: list[list[int]], longest: int,
-          early_outcome: bool) -> None:
-    """The speculator's column. The outcome arrives while the tree grows, which may look for it."""
-    draft.start(prompts, longest)
+def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
+          max_length: int) -> None:
+    """The speculator's column."""
+    draft.start(prompts, max_length)
+    speculation = Speculation.empty(len(prompts))
     while True:
-        outcome, arrival = wire.listen(len(prompts))
-        draft.pre_speculate(
-            lambda: outcome if early_outcome and arrival.is_completed() else None)
-        arrival.wait()
-        if outcome.ended.all():
-            return wire.report(draft.report())
-        draft.verifying = wire.speculation(len(prompts), draft.speculate(outcome))
+        cache = draft.pre_speculate(speculation)  # while the target verifies it
+        outcome = channel.receive_outcome(len(prompts))
+        if outcome.finished.all():
+            return
+        speculation = draft.speculate(speculation, outcome, cache)
+        channel.send_speculation(speculation)
 
 
-def follow(target: TargetWorker, wire: "Wire", prompts: list[list[int]], longest: int) -> None:
-    """The other target ranks: their part of every pass. Rank 0 alone judges, so that rounding
-    cannot part them."""
-    target.prefill(prompts, longest, wire.lookahead)
+def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
+           max_length: int) -> None:
+    """The other target ranks: their part of every pass. Rank 0 alone decides outcomes, so that
+    rounding cannot make ranks differ."""
+    target.prefill(prompts, max_length, channel.lookahead)
     while True:
-        outcome = wire.outcome(len(prompts))
-        if outcome.ended.all():
-            return wire.report()
+        outcome = channel.receive_outcome(len(prompts))
+        if outcome.finished.all():
+            return
         target.advance(outcome)
-        target.verify(wire.speculation(len(prompts)))
+        target.verify(channel.receive_speculation(len(prompts)))
 
 
-class Wire:
-    """What the ranks say to each other. Every message is heard by all, so that any number of ranks
-    may hold the target. Outcomes are needed by Python and travel between host memories;
-    speculations are data, from device to device."""
+class Sequences:
+    """The new tokens of a batch, as they are verified."""
 
-    def __init__(self, ranks: Ranks, lookahead: int, width: int, dtype: torch.dtype):
-        """`width` of q: V, or 0 when greedy, and its `dtype`."""
-        self.rank, self.drafters = ranks.rank, ranks.drafters
-        self.device, self.group = ranks.wire_device, ranks.everybody
-        self.lookahead, self.width, self.dtype = lookahead, width, dtype
+    def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
+                 stats: Stats, on_tokens: Callable[[int, list[int], int], None]):
+        """A text ends with an `eos` token, after `max_new_tokens`, or at the model's `context`.
+        `on_tokens(row, new_tokens, source)` is called in every round; `stats` is added to."""
+        self.prompts = prompts
+        self.eos = eos
+        self.stats = stats
+        self.on_tokens = on_tokens
+        self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+        self.max_length = max(len(prompt) + room for prompt, room in zip(prompts, self.max_new))
+        self.new_tokens = [[] for _ in prompts]
+        self.active = [True for _ in prompts]
+        self.last_round = time.perf_counter()
 
-    def listen(self, rows: int, own: Outcome | None = None) -> tuple[Outcome, dist.Work]:
-        """Rank 0's `own` outcome, heard by all, `[B, 2]`; and its arrival: until that is completed
-        the numbers mean nothing."""
-        message = torch.empty(rows, 2, dtype=torch.long) if own is None else torch.stack(own, 1)
-        return Outcome(*message.unbind(1)), dist.broadcast(message, 0, async_op=True)
+    def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
+        """Keep what a round yields; returns its outcome, with k = FINISHED in rows that are."""
+        lookahead = speculation.tokens.shape[1]
+        is_prefill = not any(self.new_tokens)
+        drafted = speculation.tokens.tolist()
+        num_accepted = outcome.num_accepted.tolist()
+        bonus = outcome.bonus.tolist()
+        source = speculation.source.tolist()
+        rows = [row for row, active in enumerate(self.active) if active]
+        num_kept = []
+        for row in rows:
+            new_tokens = drafted[row][:num_accepted[row]] + [bonus[row]]
+            num_kept.append(self.extend_row(row, new_tokens, source[row]))
+        now = time.perf_counter()
+        seconds = now - self.last_round
+        self.last_round = now
+        if is_prefill:
+            self.stats.count_prefill(sum(num_kept), seconds)
+        else:
+            self.stats.count_round(seconds, lookahead, [num_accepted[row] for row in rows],
+                                   num_kept, [source[row] == PRIMARY for row in rows])
+        finished = ~torch.tensor(self.active)
+        return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
-    def outcome(self, rows: int, own: Outcome | None = None) -> Outcome:
-        """The same, waited for."""
-        outcome, arrival = self.listen(rows, own)
-        arrival.wait()
-        return outcome
+    def extend_row(self, row: int, new_tokens: list[int], source: int) -> int:
+        """How many of the tokens are kept: up to the first `eos`, or the end of the room."""
+        text = self.new_tokens[row]
+        for count, token in enumerate(new_tokens, start=1):
+            if token in self.eos or len(text) + count == self.max_new[row]:
+                new_tokens = new_tokens[:count]
+                self.active[row] = False
+                break
+        text += new_tokens
+        self.on_tokens(row, new_tokens, source)
+        if interrupted.is_set():
+            self.active[row] = False
+        return len(new_tokens)
 
-    def speculation(self, rows: int, own: Speculation | None = None) -> Speculation:
-        """What the drafters know, heard by all one after the other: each says its `own` rows,
-        source, tokens and, if sampling, q, `[B, 1 + K + K V]`. Where two answer for a row, the last
-        one counts; only drafters on unlike devices ever do. (Floating point holds every token id
-        below 2^24.)"""
-        sizes = [1, self.lookahead, self.lookahead * self.width]
-        shape = rows, self.lookahead, self.width
-        message = torch.zeros(rows, sum(sizes), dtype=self.dtype, device=self.device)
-        source, _, q = message.split(sizes, 1)
-        source.fill_(BACKUP)  # where nobody answers: token 0, from its point mass
-        q.view(shape)[..., :1].fill_(1)
-        for drafter in self.drafters:
-            part = torch.empty_like(message)
-            if drafter == self.rank:
-                said = own.source[:, None], own.tokens, own.q.flatten(1)
-                for place, each in zip(part.split(sizes, 1), said):
-                    place.copy_(each)
-            dist.broadcast(part, drafter, self.group)
-            message = message.where(part[:, :1] == NOBODY, part)
-        source, tokens, q = message.split(sizes, 1)
-        return Speculation(tokens.long(), q.view(shape), source[:, 0].long().cpu())
 
-    def report(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The last drafter's `own` report, heard by all."""
-        report = [own]
-        dist.broadcast_object_list(report, self.drafters[-1])
-        return report[0]
+class Channel:
+    """The messages between ranks. Each is broadcast to all, so that any number of ranks may hold
+    the target. Python needs outcomes, so they travel between host memories; speculations are data,
+    and travel from device to device."""
+
+    def __init__(self, placement: Placement, lookahead: int, q_width: int, q_dtype: torch.dtype):
+        """`q_width`: V, or 0 when greedy."""
+        self.draft_rank = placement.draft_rank
+        self.group = placement.world_group
+        self.device = placement.channel_device
+        self.lookahead = lookahead
+        self.q_width = q_width
+        self.q_dtype = q_dtype
+
+    def send_outcome(self, outcome: Outcome) -> None:
+        """By rank 0, `[B, 2]`: k and t*."""
+        dist.broadcast(torch.stack(outcome, 1), 0)
+
+    def receive_outcome(self, rows: int) -> Outcome:
+        message = torch.empty(rows, 2, dtype=torch.long)
+        dist.broadcast(message, 0)
+        return Outcome(message[:, 0], message[:, 1])
+
+    def send_speculation(self, speculation: Speculation) -> None:
+        """By the rank that drafts: source and tokens `[B, 1 + K]`; if sampling q `[B, K, V]`."""
+        source = to_device(speculation.source[:, None], self.device)
+        ids = torch.cat([source, speculation.tokens.to(self.device)], 1)
+        dist.broadcast(ids, self.draft_rank, self.group)
+        if self.q_width:
+            q = speculation.q.to(self.device, self.q_dtype).contiguous()
+            dist.broadcast(q, self.draft_rank, self.group)
+
+    def receive_speculation(self, rows: int) -> Speculation:
+        ids = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
+        q = torch.empty(rows, self.lookahead, self.q_width, dtype=self.q_dtype, device=self.device)
+        dist.broadcast(ids, self.draft_rank, self.group)
+        if self.q_width:
+            dist.broadcast(q, self.draft_rank, self.group)
+        return Speculation(ids[:, 1:], q, ids[:, 0].cpu())
+
+    def exchange_report(self, report: dict[str, Any] | None) -> dict[str, Any]:
+        """The drafting rank's `report`, on all ranks."""
+        message = [report]
+        dist.broadcast_object_list(message, self.draft_rank)
+        return message[0]
 
 
 class RemoteSpeculator:
-    """Who drafts, as rank 0 sees it: the draft's ranks, or a speculator of its `own`, which the
-    other target ranks are to hear, too."""
+    """SSD, as rank 0 sees it: another rank drafts."""
 
-    def __init__(self, wire: Wire, own: "DraftWorker | NoSpeculator"):
-        self.wire, self.own, self.lookahead, self.start = wire, own, wire.lookahead, own.start
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self.lookahead = channel.lookahead
 
-    def speculate(self, outcome: Outcome) -> Speculation:
-        rows = len(outcome.bonus)
-        self.wire.outcome(rows, outcome)
-        if outcome.ended.all():
-            return Speculation.empty(rows)
-        return self.wire.speculation(rows, self.own.speculate(outcome))
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        pass  # the draft's rank has the same prompts
 
-    def report(self) -> dict[str, Any]:
-        return self.wire.report(self.own.report())
+    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+        """The draft's rank knows `speculation`: it was its own."""
+        self.channel.send_outcome(outcome)
+        if outcome.finished.all():
+            return speculation
+        return self.channel.receive_speculation(len(outcome.bonus))
 
 
 class NoSpeculator:
-    """Autoregressive decoding: every speculation is empty. Where other ranks draft it stands in,
-    unheard."""
+    """Autoregressive decoding: every speculation is empty."""
     lookahead = 0
 
-    def start(self, prompts: list[list[int]], longest: int) -> None:
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
         pass
 
-    def speculate(self, outcome: Outcome) -> Speculation:
+    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
         return Speculation.empty(len(outcome.bonus))
 
     def report(self) -> dict[str, Any]:
-        return {"times": {}, "learnt": {}}
+        return {}
+
+
+class SharedSpeculator:
+    """AR or SD where several ranks hold the target: rank 0 drafts, and broadcasts."""
+
+    def __init__(self, channel: Channel, speculator: DraftWorker | NoSpeculator):
+        self.channel = channel
+        self.speculator = speculator
+        self.lookahead = speculator.lookahead
+        self.start = speculator.start
+
+    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+        self.channel.send_outcome(outcome)
+        speculation = self.speculator.speculate(speculation, outcome)
+        if not outcome.finished.all():
+            self.channel.send_speculation(speculation)
+        return speculation
 
 
 class Decoder:
     """One way of decoding, with the models that this rank holds. All ranks make the same one, and
-    call it for the same batches; a process that is alone (`ranks` None) decodes by `ar` or
-    `sd`."""
+    call it for the same batches."""
 
-    def __init__(self, s: Settings, context: int, target: CausalLM | None, draft: CausalLM | None,
-                 ranks: Ranks | None = None):
-        """`context` of the target; the models that this rank does not hold are None."""
-        self.settings, self.context, self.stats = s, context, Stats()
-        self.eos = target.eos_tokens if target and not s.ignore_eos else []
-        warping = Warping(s.temperature, s.top_k, s.top_p)
-        public_seed = None if s.no_public_noise else s.seed
-        self.target = TargetWorker(target, warping, s.seed, public_seed) if target else None
-        self.speculator = NoSpeculator()
-        if draft and s.mode != "ar":
-            fan_out = FanOut(s.lookahead, s.drafters * s.budget, s.fan_out, s.backup,
-                             s.acceptance_rate, s.miss_exponent)
-            downweight = s.downweight if s.mode == "ssd" else 1.0  # only a cache gains from C < 1
-            number = ranks.rank - ranks.shards if ranks and s.mode == "ssd" else 0
-            self.speculator = DraftWorker(draft, warping, s.seed + 1, fan_out, downweight,
-                                          public_seed, number, s.drafters)
-        self.ranks = ranks if ranks and ranks.world > 1 else None
-        if self.ranks:
-            lookahead = s.lookahead if s.mode != "ar" else 0
-            width = 0 if warping.greedy else (target or draft).vocab_size
-            dtype = torch.float64 if s.dtype == "float64" else torch.float32
-            self.wire = Wire(ranks, lookahead, width, dtype)
+    def __init__(self, settings: Settings, models: Models, placement: Placement | None = None):
+        """`placement` None: this process is alone. Raises `UserError` for ssd in one process."""
+        self.settings = settings
+        self.placement = placement
+        self.context = models.context
+        self.stats = Stats()
+        self.target, self.speculator = workers(settings, models)
+        self.eos = []
+        if models.target and not settings.ignore_eos:
+            self.eos = models.target.eos_tokens
+        self.alone = placement is None or placement.world_size == 1
+        if self.alone and settings.mode == "ssd":
+            raise UserError("--mode ssd needs two processes: start saguaro.py with python or "
+                            "torchrun")
+        if not self.alone:
+            lookahead = settings.lookahead if settings.mode != "ar" else 0
+            q_width = models.vocab_size if settings.temperature else 0
+            q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
+            self.channel = Channel(placement, lookahead, q_width, q_dtype)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
                  ) -> list[list[int]]:
         """The new tokens of every prompt of a batch (token ids), on rank 0; for `on_tokens` see
-        `Texts`."""
-        texts = Texts(prompts, self.settings.max_new_tokens, self.context, self.eos, self.stats,
-                      on_tokens)
-        if not self.ranks:
-            decode(self.target, self.speculator, texts)
-        elif self.ranks.rank == 0:
-            decode(self.target, RemoteSpeculator(self.wire, self.speculator), texts)
-        elif self.ranks.drafts:
-            serve(self.speculator, self.wire, prompts, texts.longest,
-                  not self.settings.no_early_outcome)
+        `Sequences`."""
+        sequences = Sequences(prompts, self.settings.max_new_tokens, self.context, self.eos,
+                              self.stats, on_tokens)
+        report = None
+        if self.alone:
+            decode(self.target, self.speculator, sequences)
+        elif self.placement.rank == 0 and self.settings.mode == "ssd":
+            decode(self.target, RemoteSpeculator(self.channel), sequences)
+        elif self.placement.rank == 0:
+            decode(self.target, SharedSpeculator(self.channel, self.speculator), sequences)
+        elif self.placement.holds_draft:
+            serve(self.speculator, self.channel, prompts, sequences.max_length)
         else:
-            follow(self.target, self.wire, prompts, texts.longest)
-        return texts.new
+            follow(self.target, self.channel, prompts, sequences.max_length)
+        if self.speculator:
+            report = self.speculator.report()
+        if not self.alone:
+            report = self.channel.exchange_report(report)
+        self.stats.add(**report)
+        if self.target:
+            self.stats.add(self.target.watch.read(), self.target.model.pace.read())
+        return sequences.new_tokens
 
 
-def generate(s: Settings) -> None:
+def workers(settings: Settings, models: Models) -> tuple[TargetWorker | None, Any]:
+    """The verifier, and the speculator that this rank runs, or None."""
+    def noise() -> PublicNoise | None:
+        on = settings.public_noise and settings.temperature > 0
+        return PublicNoise(settings.seed) if on else None
+
+    sampling = (settings.temperature, settings.top_k, settings.top_p)
+    target = speculator = None
+    if models.target:
+        target = TargetWorker(models.target, Sampler(*sampling), settings.seed, noise())
+    if settings.mode == "ar":
+        speculator = NoSpeculator()
+    elif models.draft:
+        downweight = settings.downweight if settings.mode == "ssd" else 1.0  # only a cache gains
+        sampler = Sampler(*sampling, downweight)
+        speculator = DraftWorker(models.draft, sampler, settings.seed, plan(settings), noise())
+    return target, speculator
+
+
+def plan(settings: Settings) -> Plan:
+    """The choices of sections 4.1 and 4.3."""
+    def shape(acceptance_rate: float) -> list[int]:
+        return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
+                             acceptance_rate, settings.miss_exponent)
+
+    fan_out = shape(settings.acceptance_rate)
+    backup = settings.backup
+    b = None
+    if backup == "auto":
+        backup, b = choose_backup(settings.batch_size, fan_out, settings.acceptance_rate,
+                                  settings.backup_acceptance("lookup"), settings.miss_exponent)
+    after_backup = shape(settings.backup_acceptance(backup))
+    return Plan([fan_out, after_backup], backup, b)
+
+
+def warm_up(job: Job, models: Models) -> None:
+    """Decode a few rounds that are not counted: on GPUs libraries start at their first use, and
+    passes are captured at their third."""
+    rounds = CAPTURE_FROM + 1
+    few = replace(job.settings, max_new_tokens=rounds * (job.settings.lookahead + 1),
+                  ignore_eos=True)
+    Decoder(few, models, job.placement)(job.prompts[:few.batch_size])
+
+
+def main(settings: Settings) -> None:
     """All prompts, decoded and shown."""
-    job = Run(s, read_prompts(s))
-    job.join_and_load()
-    decoder = Decoder(s, job.context, job.target, job.draft, job.ranks)
-    display = Display(job) if job.ranks.rank == 0 else None
+    job = Job(settings)
+    models = job.load()
+    if any(device != "cpu" for device in job.placement.devices):
+        warm_up(job, models)
+    decoder = Decoder(settings, models, job.placement)
+    display = Display(job) if job.placement.rank == 0 else None
     decoding.set()
-    for start in range(0, len(job.prompts), s.batch_size):
-        batch = job.prompts[start:start + s.batch_size]
+    for start in range(0, len(job.prompts), settings.batch_size):
+        batch = job.prompts[start:start + settings.batch_size]
         if display:
             display.end_batch(decoder(batch, display.show), decoder.eos)
         else:
@@ -228,7 +353,3 @@ def generate(s: Settings) -> None:
             break
     if display:
         display.finish(decoder.stats.summary())
-
-
-if __name__ == "__main__":
-    run(SETTINGS, generate)

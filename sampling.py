@@ -1,5 +1,4 @@
-"""Distributions: how the target decides without a trace of the draft; what the draft draws from
-(4.2).
+"""Distributions: lossless verification, and what the draft samples from (section 4.2).
 
 Speculative decoding is lossless because of two formulas (Leviathan et al. 2023; Chen et al. 2023).
 A token s drawn from q is
@@ -9,7 +8,7 @@ A token s drawn from q is
 
 and then q(s) accept(s) + P(reject) r(s) = p(s), *whatever q is*, as long as q is what s was really
 drawn from. Two special cases need no code of their own: greedy decoding is p = point mass at the
-argmax, and a proposal that was not drawn at all (greedy drafts, look-ups) is q = point mass.
+argmax, and a proposal that was not drawn at all (greedy drafts, prompt look-up) is q = point mass.
 
 Saguaro sampling (Def. 14) bends q so that the residual, and with it the bonus token, falls among
 the tokens that the draft caches anyway:
@@ -17,20 +16,26 @@ the tokens that the draft caches anyway:
     sigma_{F,C}(z)_t  proportional to  C exp(z_t) if t in top_F(z), else exp(z_t).
 
 Here `p` and `q` are probabilities, float32 or wider; logits are called logits. V is the vocabulary
-size. Coins and cumulative sums are float64: the smallest step of float32 coins, 2^-24, leaves
-thousands of the tokens of a large vocabulary undrawable.
+size. Uniform random numbers and cumulative sums are float64: in float32 the smallest step, 2^-24,
+leaves thousands of the tokens of a large vocabulary undrawable.
 """
+import math
+
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 
-class Warping:
-    """How logits become the distribution that is sampled from: by transformers' own warpers, in the
+class Sampler:
+    """Turns logits into the distribution that is sampled from, by transformers' own warpers in the
     order of `generate`. Temperature 0 is `greedy`: the point mass at the argmax."""
 
-    def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0):
-        """`top_k` 0 and `top_p` 1 are off."""
-        self.greedy, self.warpers = temperature == 0, []
+    def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0,
+                 downweight: float = 1.0):
+        """`top_k` 0 and `top_p` 1 are off; `downweight` is C of Saguaro sampling, used by
+        `sample` alone."""
+        self.greedy = temperature == 0
+        self.downweight = downweight
+        self.warpers = []
         if temperature not in (0, 1):
             self.warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_k:
@@ -48,27 +53,30 @@ class Warping:
             warped = warp(None, warped)
         return warped.view_as(logits).softmax(-1)
 
-    def draw(self, logits: torch.Tensor, coins: torch.Tensor, fan_out: int,
-             downweight: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft draws with coins `[...]` for logits `[..., V]`: tokens `[...]`, and the
-        distributions `[..., V]` they were drawn from; when greedy the likeliest tokens, and V = 0.
-        `fan_out` and `downweight` are Definition 14's F and C: for token s_i F_{i-1}, the guesses
-        that the cache will hold at the position that verifies it."""
+    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor,
+               fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the draft proposes after logits `[..., V]`, drawn with `uniforms` `[...]`: tokens
+        `[...]`, and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens, and a q
+        of width 0, which stands for point masses.
+
+        `fan_out` is Definition 14's F: for token s_i F_{i-1}, the number of guesses that the next
+        cache holds at the position that verifies s_i."""
         if self.greedy:
             return logits.argmax(-1), logits[..., :0]
-        q = saguaro_distribution(self.probabilities(logits), fan_out, downweight)
-        return inverse_cdf(q, coins), q
+        q = saguaro_distribution(self.probabilities(logits), fan_out, self.downweight)
+        return inverse_cdf(q, uniforms), q
 
 
-def inverse_cdf(p: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """One token `[...]` for every distribution `[..., V]`, normalised or not, and float64 coin
-    `[...]`.
+def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """One token `[...]` from each distribution `[..., V]`, normalised or not, by its uniform number
+    `[...]` in [0, 1), float64.
 
-    The token is the first whose cumulative probability exceeds the coin in [0, 1), so a token of
+    The token is the first whose cumulative probability exceeds the number, so a token of
     probability 0 is never drawn. Unlike `torch.multinomial`, what is drawn for one row does not
-    depend on which other rows are drawn beside it, and only one random number a row is needed."""
+    depend on the rows beside it."""
     cdf = p.cumsum(-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cdf, coins[..., None] * cdf[..., -1:], right=True).squeeze(-1)
+    threshold = uniforms[..., None] * cdf[..., -1:]
+    tokens = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
     return tokens.clamp(max=p.shape[-1] - 1)  # beyond is NaN, which the verifier reports
 
 
@@ -81,10 +89,9 @@ def saguaro_distribution(q: torch.Tensor, fan_out: int, downweight: float) -> to
     >>> saguaro_distribution(torch.tensor([1/2, 1/4, 1/4]), fan_out=1, downweight=1/2)
     tensor([0.3333, 0.3333, 0.3333])
 
-    The top F are Definition 14's, the drafted token among them. The cache leaves that token out of
-    its F guesses and so guesses one token that is not downweighted: the residual's mass on what is
-    cached is still at least its mass on the top F, for the drafted token cannot be the bonus
-    token."""
+    The top F include the drafted token, as in Definition 14. The cache does not guess that token
+    and so guesses one more that is not downweighted: the residual's mass on the cache is still at
+    least its mass on the top F, because a rejected token cannot be the bonus token."""
     if downweight == 1 or fan_out == 0:
         return q
     cached = q.topk(min(fan_out, q.shape[-1])).indices
@@ -101,7 +108,8 @@ def acceptance_probability(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tenso
     tensor(0.3333)
     """
     tokens = tokens[..., None]
-    return (p.gather(-1, tokens) / q.gather(-1, tokens)).squeeze(-1).clamp(max=1)
+    ratio = p.gather(-1, tokens) / q.gather(-1, tokens)
+    return ratio.squeeze(-1).clamp(max=1)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -123,43 +131,16 @@ def point_mass(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mass.scatter_(-1, tokens[..., None], 1.0)
 
 
-# ---- public noise (ours, not the paper's) ----
-
-def mixed(x: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of int64 `[...]`: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # masked, because >> keeps the sign
-    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & 0x1FFFFFFFF)
-
-
-def noise_keys(seed: int, row: torch.Tensor, length: torch.Tensor, lookahead: int) -> torch.Tensor:
-    """A hash `[B, K+1]` of (seed, row, position) for the positions that a bonus token may have,
-    after 0 to K accepted tokens, in rows number `row` `[B]` whose texts have `length` `[B]`
-    tokens."""
-    position = length[:, None] + torch.arange(lookahead + 1)
-    return mixed(mixed(mixed(torch.full_like(row, seed)) ^ row)[:, None] ^ position)
-
-
-def public_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponentially distributed noise `[..., V]`, float64, made from keys `[...]`: the same on
-    every rank. argmax_x r(x) / noise(x) is a draw from r: the first to ring of V exponential
-    clocks, x at the rate r(x). (It is the Gumbel trick with one logarithm less.) Who knows the
-    keys can guess it."""
-    token = torch.arange(vocab_size, device=keys.device)
-    bits = mixed(keys[..., None] - token * 0x61C8864680B583EB) >> 12 & (1 << 52) - 1
-    return -((bits.double() + 0.5) * 2.0 ** -52).log()
-
-
-def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, coins: torch.Tensor,
-           keys: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, uniforms: torch.Tensor,
+           noise_keys: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Lossless verification of a speculation: `(num_accepted [B], bonus [B])`.
 
     p `[B, K+1, V]`: the target's distributions before each drafted token and after the last;
-    tokens `[B, K]`: the speculation, K = 0 included; q `[B, K, V]`: what they were drawn from, V =
-    0 for point masses; coins `[B, K+1]`, float64, in [0, 1). Tokens are accepted up to the first
-    rejection; the bonus token comes from the residual there, or, if all were accepted, from the
-    last p: the residual against q = 0. It is drawn with the last coin, or, given `keys` `[B, K+1]`
-    of the positions that it may have, with public noise.
+    tokens `[B, K]`: the speculation, K = 0 included; q `[B, K, V]`: what they were drawn from,
+    V = 0 for point masses; uniforms `[B, K+1]`, float64, in [0, 1). Tokens are accepted up to the
+    first rejection. The bonus token comes from the residual there or, if all were accepted, from
+    the last p, which is the residual against q = 0. It is drawn with the last uniform number, or
+    with public noise where its `noise_keys` `[B, K+1]` are given (see below).
 
     >>> p = torch.tensor([[[1/2, 1/4, 1/4], [0.0, 0.0, 1.0]]])
     >>> q = torch.tensor([[[1/8, 3/4, 1/8]]])  # token 1 is accepted with probability 1/3
@@ -171,11 +152,84 @@ def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, coins: torch.
     lookahead = tokens.shape[1]
     if not q.shape[-1]:
         q = point_mass(tokens, like=p)
-    accepted = coins[:, :lookahead] < acceptance_probability(p[:, :lookahead], q, tokens)
+    accepted = uniforms[:, :lookahead] < acceptance_probability(p[:, :lookahead], q, tokens)
     num_accepted = accepted.long().cumprod(1).sum(1)
     q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
     row = torch.arange(len(p), device=p.device)
     r = residual(p[row, num_accepted], q[row, num_accepted])
-    if keys is None:
-        return num_accepted, inverse_cdf(r, coins[:, lookahead])
-    return num_accepted, (r / public_noise(keys[row, num_accepted], r.shape[-1])).argmax(-1)
+    if noise_keys is None:
+        bonus = inverse_cdf(r, uniforms[:, lookahead])
+    else:
+        bonus = sample_with_noise(r, noise_keys[row, num_accepted])
+    return num_accepted, bonus
+
+
+# ---- random numbers ----
+
+VERIFIER, BRANCHES, BACKUPS, NOISE = range(4)  # separate streams: who draws is independent
+GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio: the step of SplitMix64
+
+
+class UniformStream:
+    """The uniform random numbers of one `stream` of a `seed` (at least 0, below 2^63). Streams and
+    seeds have nothing in common, so that runs of seeds 0, 1, 2, ... are independent."""
+
+    def __init__(self, seed: int, stream: int):
+        self.key = splitmix64(splitmix64(torch.tensor(seed)) ^ stream)
+        self.count = 0
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        """The next numbers `[*shape]`, float64, in [0, 1), in host memory."""
+        size = math.prod(shape)
+        index = torch.arange(self.count, self.count + size)
+        self.count += size
+        return to_uniform(splitmix64(self.key + index * GOLDEN)).view(shape)
+
+
+def splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of int64 `[...]`: the next output of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = x + GOLDEN
+    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # masked, because >> keeps the sign
+    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+
+def to_uniform(bits: torch.Tensor) -> torch.Tensor:
+    """Hashes `[...]` as float64 in (0, 1): the middles of 2^52 equal intervals."""
+    return ((bits >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0 ** -52
+
+
+# ---- public noise (ours, not the paper's): --public-noise ----
+
+class PublicNoise:
+    """Noise for the bonus tokens of a batch of rows, known to target and draft: a function of
+    (seed, row, position, token). The target draws bonus tokens with it, and the draft guesses with
+    it but never draws with it, so the output's distribution is untouched."""
+
+    def __init__(self, seed: int):
+        self.key = splitmix64(splitmix64(torch.tensor(seed)) ^ NOISE)
+        self.rows = torch.arange(0)  # their numbers in this run: no two rows share noise
+
+    def start(self, batch_size: int) -> None:
+        """Number the rows of a new batch."""
+        first = int(self.rows[-1]) + 1 if len(self.rows) else 0
+        self.rows = torch.arange(first, first + batch_size)
+
+    def keys(self, length: torch.Tensor, lookahead: int) -> torch.Tensor:
+        """`[B, K+1]`, for the positions that a bonus token may have, after 0 to K accepted tokens,
+        in rows of `length` `[B]` tokens."""
+        position = length[:, None] + torch.arange(lookahead + 1)
+        return splitmix64(splitmix64(self.key ^ self.rows)[:, None] ^ position)
+
+
+def exponential_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exponentially distributed noise `[..., V]`, float64, for keys `[...]`: the same on every
+    rank."""
+    token = torch.arange(vocab_size, device=keys.device)
+    return -to_uniform(splitmix64(keys[..., None] + token * GOLDEN)).log()
+
+
+def sample_with_noise(r: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """argmax_x r(x) / e(x), e ~ Exp(1): exactly a draw `[B]` from r `[B, V]`. (Of V exponential
+    clocks of rates r(x) it is the first to ring: the Gumbel trick with one logarithm less.)"""
+    return (r / exponential_noise(keys, r.shape[-1])).argmax(-1)

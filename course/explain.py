@@ -1,147 +1,231 @@
 """Slow motion: rounds of speculative speculative decoding with real tokens, nothing overlapping.
 
-    python -m course.explain --prompt "def fibonacci(n):" --rounds 3
-    python -m course.explain --temperature 1 --downweight 0.5 --no-public-noise
+    python course/explain.py --prompt "def fibonacci(n):" --rounds 3
+    python course/explain.py --temperature 1 --downweight 0.5 --pause
+    python course/explain.py --prompt "def f(x):" "import os" --backup lookup      (section 4.3)
 
 What two ranks do at the same time (Algorithm 1) happens here one after the other, and is shown: the
-speculation under verification, every guessed outcome (k, t*) with the draft's probability of t*
+speculation under verification, every guessed outcome (k, t*) with the draft's probability q of t*
 after k accepted tokens, the speculation prepared for it, and the outcome. This is the paper's
-Fig. 2 with real tokens. The loop is the program's own, and so are the workers: we only listen where
-the target decides, and to the draft's passes.
+Fig. 2 with real tokens. The workers are the program's own; the loop is `slow_motion`.
 """
-import os
 import sys
-from dataclasses import dataclass, replace
-from unittest.mock import patch
+from pathlib import Path
 
-from runtime.settings import Settings, begin, option, read_prompts
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # wherever it was started
 
+from runtime.launch import launch
+from runtime.settings import ExplainSettings, UserError
 
-@dataclass
-class ExplainSettings(Settings):
-    """Rounds of speculative speculative decoding in slow motion: one process, nothing overlaps."""
-    GROUPS = Settings.GROUPS | {"rounds": "slow motion"}
-    LACKS = ("prompts", "batch_size", "ignore_eos", "json", "max_new_tokens", "mode", "drafters",
-             "no_early_outcome", "eager")
+if __name__ == "__main__":
+    launch(ExplainSettings, "course.explain")  # parses first: torch takes seconds
 
-    prompt: tuple[str, ...] = option((), "the text to continue", nargs=1)
-    rounds: int = option(3, "rounds to show after round 0, the prompt's", least=1)
-
-    def check(self) -> None:
-        self.mode = "sd"  # one process holds both models
-        self.eager = True  # a CUDA graph would overwrite the logits that are to be shown
-        self.max_new_tokens = max(1, 1 + self.rounds * (self.lookahead + 1))
-        super().check()
-
-
-SETTINGS = begin(ExplainSettings) if __name__ == "__main__" else None  # importing torch takes time
+import os
+from typing import Iterator, NamedTuple
 
 import torch
 
 import sampling
-from cache import BACKUP, PRIMARY
+from cache import (BACKUP, NO_OUTCOME, Outcome, Speculation, SpeculationCache,
+                   acceptance_distribution)
 from draft_worker import DraftWorker
-from runtime.command import Run, Stats, Texts, run, visible
-from saguaro import Decoder, decode
+from runtime.model import CausalLM
+from runtime.placement import Job, Models
+from runtime.screen import Stats, visible
+from sampling import Sampler, UniformStream
+from saguaro import Sequences, workers
+from target_worker import TargetWorker
 
-WIDTH, WORD = 100, 12  # columns of a line, and of a token in it, at most
-BOLD, DIM, GREEN, YELLOW = 1, 2, 32, 33
-SOURCES = {PRIMARY: ("from the cache", GREEN), BACKUP: ("a backup's", YELLOW)}
-COLOUR = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+WIDTH = 100  # columns of a line, at most
+WORD = 12    # and of a token in it
+BOLD, GREEN, YELLOW = 1, 32, 33
 
 
-def say(line: str, *codes: int) -> None:
-    line = line if len(line) <= WIDTH else line[:WIDTH - 3] + "..."
-    print(f"\033[{';'.join(map(str, codes))}m{line}\033[0m" if codes and COLOUR else line)
+class Round(NamedTuple):
+    """A round, before anything follows from its outcome."""
+    number: int
+    speculation: Speculation  # under verification
+    cache: SpeculationCache   # prepared meanwhile
+    outcome: Outcome
+
+
+def slow_motion(target: TargetWorker, draft: DraftWorker, sequences: Sequences,
+                rounds: int) -> Iterator[Round]:
+    """Algorithm 1, its two columns taking turns: round 0, the prompt's, and so many more."""
+    draft.start(sequences.prompts, sequences.max_length)
+    speculation = Speculation.empty(len(sequences.prompts))
+    outcome = target.prefill(sequences.prompts, sequences.max_length, draft.lookahead)
+    for number in range(rounds + 1):
+        cache = draft.pre_speculate(speculation)
+        yield Round(number, speculation, cache, outcome)
+        outcome = sequences.extend(speculation, outcome)
+        if number == rounds or outcome.finished.all():
+            return
+        target.advance(outcome)
+        speculation = draft.speculate(speculation, outcome, cache)
+        outcome = target.verify(speculation)
 
 
 class Narrator:
-    """Tells the rounds of one text; `verify` and `draft_pass` stand where the program has its
-    own."""
+    """Prints rounds as they come."""
 
-    def __init__(self, s: ExplainSettings, tokenizer, draft: DraftWorker, texts: Texts):
-        self.settings, self.tokenizer, self.draft, self.texts = s, tokenizer, draft, texts
-        self.warping = sampling.Warping(s.temperature or 1.0, s.top_k, s.top_p)
-        self.own_verify, self.own_pass, self.number = sampling.verify, draft.model.causal, 0
+    def __init__(self, job: Job, target: TargetWorker, draft: DraftWorker, sequences: Sequences):
+        settings = job.settings
+        self.settings = settings
+        self.tokenizer = job.tokenizer
+        self.target = target
+        self.draft = draft
+        self.sequences = sequences
+        self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
+        self.uniforms = UniformStream(settings.seed, sampling.VERIFIER)  # the verifier's, again
+        self.backup = f"{draft.plan.backup} backup"
+        terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.colors = settings.color or terminal
 
-    def draft_pass(self, *given, **named) -> torch.Tensor:
-        self.logits = self.own_pass(*given, **named)
-        return self.logits
-
-    def verify(self, p, tokens, q, coins, keys):
-        """As the target does it; meanwhile the draft pre-speculates, and all of it is told."""
-        self.draft.pre_speculate()
-        verdict = self.own_verify(p, tokens, q, coins, keys)
-        drafted, (k, bonus) = tokens[0].tolist(), map(int, verdict)
-        source, colour = SOURCES[int(self.draft.verifying.source)]
-        if drafted:
-            say(f"\nround {self.number}   verifying  [ {self.words(drafted)} ]   ({source})", BOLD,
-                colour)
-        else:
-            say("round 0   the target reads the prompt, the draft guesses its first token", BOLD)
-        hit = self.tell_guesses(drafted, k, bonus)
-        if drafted and self.settings.temperature:
-            self.tell_coins(drafted, k, p[0], q[0], coins[0])
-        then = f"MISS, the {self.draft.fan_out.backup} backup drafts"
-        say(f"      {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
-            f"{'HIT, the answer is sent at once' if hit else then}", BOLD, GREEN if hit else YELLOW)
-        if self.number == self.settings.rounds:  # here the text ends, and with it the loop
-            self.texts.rooms[0] = min(self.texts.rooms[0], len(self.texts.new[0]) + k + 1)
-        self.number += 1
-        return verdict
+    def say(self, line: str, *codes: int) -> None:
+        if len(line) > WIDTH:
+            line = line[:WIDTH - 3] + "..."
+        if codes and self.colors:
+            line = f"\033[{';'.join(map(str, codes))}m{line}\033[0m"
+        print(line)
 
     def words(self, tokens: list[int]) -> str:
-        spelt = (repr(self.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7")
-                 for token in tokens)
-        return " ".join(word if len(word) <= WORD else word[:WORD - 2] + ".." for word in spelt)
+        """Tokens as they are spelt, blanks as dots."""
+        spelt = []
+        for token in tokens:
+            word = repr(self.tokenizer.decode([token]))[1:-1].replace(" ", "\u00b7")
+            spelt.append(word if len(word) <= WORD else word[:WORD - 2] + "..")
+        return " ".join(spelt)
 
-    def tell_guesses(self, drafted: list[int], k: int, bonus: int) -> bool:
-        """Every guessed outcome, the speculation prepared for it; was the outcome one of them?"""
-        if not self.settings.budget:
-            say("          no guesses: the budget is 0", DIM)
-            return False
-        cache, logits = self.draft.cache, self.logits[0].clone()
-        logits[range(len(drafted)), drafted] = -torch.inf  # it would have been accepted
-        probability = self.warping.probabilities(logits)
-        shown = {(guess, token): f"then [ {self.words(prepared)} ]" for guess, token, prepared in
-                 zip(*(part[0].tolist() for part in (*cache.guesses, cache.tokens)))}
-        hit = (k, bonus) in shown
-        shown.setdefault((k, bonus), "was not guessed")
-        for (guess, token), then in shown.items():
-            came, before = (guess, token) == (k, bonus), self.words(drafted[:guess])
-            say(f"  {'-->' if came else '   '} k={guess}  {before[-26:]:>26} | t*= "
-                f"{self.words([token]):<{WORD}} {probability[guess, token]:.3f}  {then}",
-                *[BOLD, GREEN if hit else YELLOW] if came else [DIM])
-        return hit
+    def tell_fan_out(self) -> None:
+        """F_0..F_K, and the P(k) behind them."""
+        settings = self.settings
+        plan = self.draft.plan
+        names = "the cache", f"a {self.backup}"
+        rates = settings.acceptance_rate, settings.backup_acceptance(plan.backup)
+        ks = "".join(f"{k:6}" for k in range(plan.lookahead + 1))
+        self.say(f"{settings.fan_out} fan-out, r = {settings.miss_exponent:.2f}".ljust(42)
+                 + f"k   {ks}", BOLD)
+        for name, a, fan_out in zip(names, rates, plan.fan_out):
+            likelihood = acceptance_distribution(a, plan.lookahead)
+            title = f"  after {name}, a = {a:.2f}"
+            self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
+            self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
 
-    def tell_coins(self, drafted: list[int], k: int, p, q, coins) -> None:
-        """p, q and the coin, token by token up to the rejection; what the bonus token is from."""
+    def tell(self, shown: Round) -> None:
+        """A round, row by row."""
+        drafted = shown.speculation.tokens.cpu()
+        p = self.distributions(self.target.model, drafted)
+        q = self.distributions(self.draft.model, drafted)
+        uniforms = self.uniforms.draw(len(drafted), drafted.shape[1] + 1)
+        hit = shown.cache.look_up(shown.outcome)[2]
+        rows = [row for row, active in enumerate(self.sequences.active) if active]
+        for row in rows:
+            self.tell_guesses(shown, row, q[row], GREEN if hit[row] else YELLOW)
+            if self.settings.temperature:
+                self.tell_verification(shown, row, p[row], q[row], uniforms[row].tolist())
+            k, bonus = (int(part[row]) for part in shown.outcome)
+            answer = f"MISS, the {self.backup} drafts"
+            if hit[row]:
+                answer = "HIT, what was prepared is sent at once"
+            self.say(f"   {k} of {drafted.shape[1]} accepted, bonus token {self.words([bonus])}:  "
+                     f"{answer}", BOLD, GREEN if hit[row] else YELLOW)
+        if hit[rows].any() and not hit[rows].all():
+            self.say("   One row missed, so all wait for the backup (section 4.3); rows that hit "
+                     "keep theirs.", YELLOW)
+
+    def distributions(self, model: CausalLM, drafted: torch.Tensor) -> torch.Tensor:
+        """A model's next-token distributions `[B, K+1, V]` before each drafted token and after the
+        last, by one more pass, which leaves the KV as it was."""
+        tokens = torch.cat([self.target.last[:, None], drafted], 1).to(model.device)
+        return self.sampler.probabilities(model.causal(tokens, self.target.length - 1)).cpu()
+
+    def tell_guesses(self, shown: Round, row: int, q: torch.Tensor, color: int) -> None:
+        """The speculation, and all outcomes guessed for it; the actual one in `color`."""
+        drafted = shown.speculation.tokens[row].tolist()
+        title = "the target reads the prompt, the draft guesses its first token"
+        if drafted:
+            backup = shown.speculation.source[row] == BACKUP
+            source = f"the {self.backup}" if backup else "the cache"
+            title = f"verifying [ {self.words(drafted)} ]   from {source}"
+        number = f"{shown.number}, row {row}" if len(shown.speculation.tokens) > 1 else shown.number
+        self.say(f"\nround {number}   {title}", BOLD)
+        prepared = {}
+        guesses = [part[row].tolist() for part in (*shown.cache.guesses, shown.cache.tokens)]
+        for k, bonus, tokens in zip(*guesses):
+            if k != NO_OUTCOME:
+                prepared[k, bonus] = f"[ {self.words(tokens)} ]"
+        actual = tuple(int(part[row]) for part in shown.outcome)
+        prepared.setdefault(actual, "(not guessed)")
+        self.say(f"{'accepted':>35} | {'bonus t*':<{WORD}}     q  prepared for this outcome")
+        for (k, bonus), text in prepared.items():
+            arrow, codes = "   ", []
+            if (k, bonus) == actual:
+                arrow, codes = "-->", [BOLD, color]
+            self.say(f"  {arrow} k={k:<2}{self.words(drafted[:k])[-24:]:>25} | "
+                     f"{self.words([bonus]):<{WORD}} {q[k, bonus]:.3f}  {text}", *codes)
+
+    def tell_verification(self, shown: Round, row: int, p: torch.Tensor, q: torch.Tensor,
+                          uniforms: list[float]) -> None:
+        """p, q, sigma and u, token by token up to the rejection; what the bonus token is from."""
+        drafted = shown.speculation.tokens[row].tolist()
+        drawn_from = shown.speculation.q[row].cpu()
+        k = int(shown.outcome.num_accepted[row])
+        model_drafted = shown.speculation.source[row] != BACKUP or self.backup == "neural backup"
+        bends = model_drafted and self.draft.sampler.downweight < 1
+        if drafted:
+            columns, last = ("sigma  ", "sigma") if bends else ("", "q")
+            self.say(f"{'drafted':>12}{'':12}p      q  {columns}    u  accepted if u < p / {last}")
         for i, token in enumerate(drafted[:k + 1]):
-            share = min(1.0, float(p[i, token] / q[i, token]))
-            say(f"      s_{i + 1} {self.words([token]):<{WORD}} p {p[i, token]:.3f}  q "
-                f"{q[i, token]:.3f}  accepted with probability {share:.2f}, the coin is "
-                f"{coins[i]:.2f}: {'accepted' if i < k else 'rejected'}")
-        name, bonus_from = "p", p[k]
+            numbers = [p[i, token], drawn_from[i, token], uniforms[i]]
+            ratio = numbers[0] / numbers[1]
+            if bends:
+                numbers.insert(1, q[i, token])
+            row_of_numbers = "  ".join(f"{float(number):.3f}" for number in numbers)
+            self.say(f"  s_{i + 1:<2} {self.words([token]):<{WORD}} {row_of_numbers}  {ratio:.3f}: "
+                     + ("accepted" if i < k else "rejected"))
+        name, r = "p", p[k]
         if k < len(drafted):
-            name, bonus_from = "the residual", sampling.residual(p[k], q[k])
-        likeliest = zip(*(part.tolist() for part in bonus_from.topk(min(5, len(bonus_from)))))
-        say(f"      bonus token drawn from {name}:  " + "  ".join(
-            f"{self.words([token])} {share:.2f}" for share, token in likeliest if share))
+            name, r = "the residual", sampling.residual(p[k], drawn_from[k])
+        drawn = "public noise" if self.target.noise else f"u = {uniforms[-1]:.3f}"
+        top = r.topk(min(4, len(r)))
+        likeliest = [f"{self.words([int(token)])} {share:.3f}"
+                     for share, token in zip(*top) if share]
+        self.say(f"  t*   from {name}, with {drawn}:  " + "   ".join(likeliest))
 
 
-def explain(s: ExplainSettings) -> None:
-    job = Run(s, read_prompts(s)[:1])
-    job.join_and_load()
-    decoder = Decoder(replace(s, mode="ssd"), job.context, job.target, job.draft)
-    texts = Texts(job.prompts, s.max_new_tokens, job.context, decoder.eos, Stats())
-    if s.temperature and not s.no_public_noise:
-        say("guessed are the largest q / e, e the public noise; --no-public-noise: largest q", DIM)
-    narrator = Narrator(s, job.tokenizer, decoder.speculator, texts)
-    with (patch.object(sampling, "verify", narrator.verify),
-          patch.object(job.draft, "causal", narrator.draft_pass)):
-        decode(decoder.target, decoder.speculator, texts)
-    print(f"\n{visible(job.texts[0] + job.tokenizer.decode(texts.new[0]))}")
+def show(job: Job, models: Models) -> None:
+    """Slow motion with loaded models. Raises `UserError` if the context is too short: positions
+    beyond it do not exist, and the last branches would be wrong."""
+    settings = job.settings
+    room = (settings.rounds + 1) * (settings.lookahead + 1)  # for the last round's branches, too
+    context = min(models.target.context, models.draft.context)
+    longest = max(map(len, job.prompts))
+    if longest + room > context:
+        raise UserError(f"--rounds {settings.rounds}: with a prompt of {longest} tokens they need "
+                        f"{longest + room}, and the context is {context}")
+    decoding = settings.to_settings(max_new_tokens=room, batch_size=len(job.prompts))
+    target, draft = workers(decoding, models)
+    sequences = Sequences(job.prompts, room, context, models.target.eos_tokens, Stats(),
+                          on_tokens=lambda *_: None)
+    narrator = Narrator(job, target, draft, sequences)
+    for text in job.texts:
+        narrator.say("prompt", BOLD)
+        print(visible(text) + "\n")
+    narrator.tell_fan_out()
+    if target.noise:
+        narrator.say("  not in the paper: guessed are the largest q / e, e the public noise")
+    for shown in slow_motion(target, draft, sequences, settings.rounds):
+        narrator.tell(shown)
+        if settings.pause and shown.number < settings.rounds:
+            print("   Enter: the next round ", end="", flush=True)
+            sys.stdin.readline()
+    for text, tokens in zip(job.texts, sequences.new_tokens):
+        narrator.say("\ntext", BOLD)
+        print(visible(text + job.tokenizer.decode(tokens)))
 
 
-if __name__ == "__main__":
-    run(SETTINGS, explain)
+def main(settings: ExplainSettings) -> None:
+    job = Job(settings, mode="sd")  # one process holds both models
+    show(job, job.load())

@@ -39,42 +39,97 @@ PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attenti
 
 
 class Stopwatch:
-    """Seconds spent in each kind of work: `with watch("verify"): ...`. Waits for the GPU, where
-    there is one."""
+    """Seconds spent in each kind of work: `with watch("verify"): ...`. A GPU takes the times itself
+    (CUDA events): waiting for it would keep the host from launching what comes next."""
 
     def __init__(self, device: torch.device):
-        self.device, self.sums = device, {}
+        self.device = device
+        self.sums = {}
+        self.events = []  # (name, start, end) of what a GPU may not have finished
         self.spans: list[tuple[str, float, float]] | None = None  # or receives (name, start, end)
 
     @contextmanager
     def __call__(self, name: str):
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self.spans is None:
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self.events.append((name, start, end))
+            return
         started = time.perf_counter()
         yield
-        if self.device.type == "cuda":
+        if on_gpu:  # spans are in the host's time
             torch.cuda.synchronize(self.device)
         ended = time.perf_counter()
-        seconds, count = self.sums.get(name, (0.0, 0))
-        self.sums[name] = (seconds + ended - started, count + 1)
+        self.add(name, ended - started)
         if self.spans is not None:
             self.spans.append((name, started, ended))
 
+    def add(self, name: str, more: float) -> None:
+        seconds, count = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (seconds + more, count + 1)
+
     def read(self) -> dict[str, tuple[float, int]]:
         """(seconds, count) of every kind of work since the last reading."""
-        sums, self.sums = self.sums, {}
+        for name, start, end in self.events:
+            end.synchronize()
+            self.add(name, start.elapsed_time(end) / 1000)
+        self.events = []
+        sums = self.sums
+        self.sums = {}
         return sums
 
 
-class KVSlots:
+class Pace:
+    """Makes every decoding pass take at least `seconds`, as on the hardware whose latency that is:
+    a pass that was computed faster sleeps for the rest, and a sleeping rank uses no core. 0: off.
+
+    This assumes that a pass takes as long for one token as for hundreds, which holds on a GPU while
+    weights, not arithmetic, bound a pass."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+        self.passes = 0  # since the last reading
+        self.kept = 0    # those that were fast enough
+
+    @contextmanager
+    def __call__(self):
+        due = time.perf_counter() + self.seconds
+        yield
+        if not self.seconds:
+            return
+        remaining = due - time.perf_counter()
+        self.passes += 1
+        if remaining >= 0:
+            self.kept += 1
+            time.sleep(remaining)
+
+    def read(self) -> tuple[int, int]:
+        """(kept, passes) since the last reading."""
+        counts = self.kept, self.passes
+        self.kept = 0
+        self.passes = 0
+        return counts
+
+
+class KVCache:
     """The keys and values of all layers: two buffers `[B, heads, slots, head size]` each, made at
     the first write."""
 
     def __init__(self, rows: int, slots: int):
-        self.rows, self.slots, self.layers = rows, slots, {}
-        self.uses, self.recordings = Counter(), {}  # see cuda_graphs.py: they die with the buffers
+        self.rows = rows
+        self.slots = slots
+        self.layers = {}
+        self.uses = Counter()  # see cuda_graphs.py: uses and graphs die with the buffers
+        self.graphs = {}
 
-    def aim(self, slots: torch.Tensor, used: int) -> None:
+    def set_slots(self, slots: torch.Tensor, used: int) -> None:
         """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1."""
-        self.target, self.used = slots, used
+        self.slot_mapping = slots
+        self.used = used
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
                **__) -> list[torch.Tensor]:
@@ -84,7 +139,7 @@ class KVSlots:
             self.layers[layer] = [new.new_zeros(*new.shape[:2], self.slots, new.shape[-1])
                                   for new in (keys, values)]
         for buffer, new in zip(self.layers[layer], (keys, values)):
-            slots = self.target.to(new.device)
+            slots = self.slot_mapping.to(new.device)
             if len(slots) == 1:  # the same as below, in half the time
                 buffer.index_copy_(2, slots[0], new)
             else:
@@ -99,31 +154,37 @@ class CausalLM:
     """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a
     row, `V` vocabulary."""
 
-    def __init__(self, network: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits, by default the network's own; a draft is given its
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
+        """`vocab_size`: the V of the logits, by default its own; a draft is given its
         target's. Embeddings are often padded differently within a family: what the draft has
         beyond V is never proposed; what it lacks has q = 0, and is read as the last token that it
         knows."""
-        self.network = network.eval()
-        self.context = context_length(network.config)
-        self.vocab_size = vocab_size or network.config.get_text_config().vocab_size
-        self.last_token = network.get_input_embeddings().num_embeddings - 1
-        self.device, self.dtype = network.get_input_embeddings().weight.device, network.dtype
-        self.kv, self.run = KVSlots(0, 0), self.eager  # `cuda_graphs.record_passes` replaces run
+        self.model = model.eval()
+        self.context = context_length(model.config)
+        self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
+        self.last_token = model.get_input_embeddings().num_embeddings - 1
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.dtype
+        self.kv = KVCache(0, 0)
+        self.longest = 0  # text of all batches to come, in tokens; 0: unknown
+        self.forward_fn = self.forward_eager  # `cuda_graphs.use_cuda_graphs` replaces it
+        self.pace = Pace()
         self.check_slots()
 
     def allocate(self, rows: int, slots: int, longest: int) -> None:
         """Start a new batch of texts of up to `longest` tokens, with so many slots a row. The
-        buffers of the last batch serve again if they suffice. Raises `UserError` for too long
+        buffers of the last batch, and the graphs captured with them, serve again if they suffice;
+        so there is room for the longest text of all at once. Raises `UserError` for too long
         texts."""
-        limit = text_limit(self.network.config)
+        limit = text_limit(self.model.config)
         if longest > limit:
             raise UserError(
-                f"this {self.network.config.model_type} model treats texts of more than {limit} "
+                f"this {self.model.config.model_type} model treats texts of more than {limit} "
                 f"tokens in a way that KV slots cannot express, and this run may need {longest}: "
                 "shorten the prompt or --max-new-tokens")
+        slots += max(0, self.longest - longest)
         if self.kv.rows != rows or self.kv.slots < slots:
-            self.kv = KVSlots(rows, slots)
+            self.kv = KVCache(rows, slots)
         self.last_position = min(longest, self.context) - 1
 
     @torch.inference_mode()
@@ -139,14 +200,18 @@ class CausalLM:
         inputs = (tokens, positions.clamp(max=self.last_position), slots,
                   mask.masked_fill_(~visible, -torch.inf))
         if not logits:
-            return self.eager(*inputs, keep=1)
-        return fit_vocabulary(self.run(*inputs), self.vocab_size)
+            return self.forward_eager(*inputs, keep=1)
+        with self.pace():
+            computed = self.forward_fn(*inputs)
+            if self.pace.seconds and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return fit_vocabulary(computed, self.vocab_size)
 
-    def eager(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-              mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
+    def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
+                      slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """The pass, kernel by kernel: logits of the last `keep` tokens, or, if 0, of all."""
-        self.kv.aim(slots, mask.shape[-1])
-        return self.network(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
+        self.kv.set_slots(slots, mask.shape[-1])
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
                             past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
@@ -155,7 +220,7 @@ class CausalLM:
         memory)."""
         count = tokens.shape[1]
         positions = start[:, None] + torch.arange(count)
-        positions = positions.to(self.device, non_blocking=True)  # else the host waits for the GPU
+        positions = to_device(positions, self.device)
         visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
         return self.forward(tokens, positions, positions, visible, logits)
 
@@ -168,13 +233,28 @@ class CausalLM:
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
+    def set_pace(self, milliseconds: float) -> None:
+        """Raises `UserError` where this machine cannot compute a pass in that time at all."""
+        self.allocate(1, 8, 8)
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            self.causal(torch.zeros(1, 1, dtype=torch.long, device=self.device), torch.tensor([0]))
+            seconds.append(time.perf_counter() - started)
+        fastest = 1000 * min(seconds)
+        if 0 < milliseconds < fastest:
+            raise UserError(f"--pace: a pass of this {self.model.config.model_type} model takes "
+                            f"{fastest:.1f} ms on this machine, so it cannot keep a pace of "
+                            f"{milliseconds:g} ms")
+        self.pace = Pace(milliseconds / 1000)
+
     def check_slots(self) -> None:
         """Refuse a model that is not causal, or that computes something else through slots than
         plainly: a pass over stale slots and a branch in scratch slots must give the logits of an
         ordinary forward. What rounding explains is read off transformers' own decoding, token by
         token."""
-        config = self.network.config
-        if masks_by_slot(self.network):
+        config = self.model.config
+        if masks_by_slot(self.model):
             raise UserError(f"{config.model_type} models keep a causal mask of their own, by slot "
                             "and not by position, so their text would be wrong")
         n = int(min(PROBE, self.context, text_limit(config)))
@@ -182,10 +262,10 @@ class CausalLM:
         self.allocate(1, 2 * n, n)
         try:
             with torch.inference_mode():
-                plain = self.network(tokens, use_cache=False).logits
+                plain = self.model(tokens, use_cache=False).logits
                 causal = self.is_causal(tokens, plain)
-                past = self.network(tokens[:, :-3], use_cache=True).past_key_values
-                stepwise = [self.network(token[None, None], past_key_values=past).logits
+                past = self.model(tokens[:, :-3], use_cache=True).past_key_values
+                stepwise = [self.model(token[None, None], past_key_values=past).logits
                             for token in tokens[0, -3:]]
             logits = self.through_slots(tokens)
         except torch.OutOfMemoryError:
@@ -210,14 +290,16 @@ class CausalLM:
         `plain`: the logits `[1, n, V]` before the change. Experts may round differently: 0.01%."""
         half = tokens.shape[1] // 2
         others = (tokens[:, half:] + 1) % (self.last_token + 1)
-        changed = self.network(torch.cat([tokens[:, :half], others], 1), use_cache=False).logits
-        before, after = plain[:, :half], changed[:, :half]
+        changed = self.model(torch.cat([tokens[:, :half], others], 1), use_cache=False).logits
+        before = plain[:, :half]
+        after = changed[:, :half]
         return not differ(after, before, distance(torch.zeros_like(before), before) / 10_000)
 
     def through_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
         rejected tokens behind, two more out of order in scratch slots."""
-        n, scratch = tokens.shape[1], (tokens.shape[1] + 2, tokens.shape[1])
+        n = tokens.shape[1]
+        scratch = (n + 2, n)
         self.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
         logits = [self.causal(tokens[:, -3:-2], torch.tensor([n - 3]))]
         for step, slot in enumerate(scratch):
@@ -230,7 +312,7 @@ class CausalLM:
     @property
     def eos_tokens(self) -> list[int]:
         """Every end-of-sequence id of the generation config."""
-        eos = self.network.generation_config.eos_token_id
+        eos = self.model.generation_config.eos_token_id
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
@@ -240,9 +322,9 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
     as "sequential", over the GPUs of `max_memory` (bytes by GPU)."""
     logging.disable_progress_bar()
     try:
-        network = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype,
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype,
                                                        device_map=device, max_memory=max_memory)
-        if any(parameter.is_meta for parameter in network.parameters()):
+        if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("offloaded to the disk")  # which accelerate itself raises at times
     except Exception as problem:  # a corrupt file raises what its reader pleases
         if isinstance(problem, torch.OutOfMemoryError):
@@ -251,7 +333,19 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
         if max_memory and "offload" in said:
             said = f"it does not fit into the free memory of {len(max_memory)} GPUs"
         raise UserError(f"cannot load {path}: {said}") from problem
-    return network
+    return model
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor in host memory, or there already, on the device; the host does not wait for what the
+    GPU is doing."""
+    return tensor.to(device, non_blocking=True)
+
+
+def weights_size(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights; none are loaded."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -284,11 +378,11 @@ def text_limit(config: PretrainedConfig) -> float:
     return min(filter(None, limits), default=math.inf)
 
 
-def masks_by_slot(network: PreTrainedModel) -> bool:
+def masks_by_slot(model: PreTrainedModel) -> bool:
     """Does a layer hold a causal mask `[1, 1, N, N]`? Its rows and columns are slot numbers, where
     a window, or a scratch slot beyond N, goes wrong (GPT-Neo)."""
     return any(buffer.dim() == 4 and buffer.shape == (1, 1, *buffer.shape[-1:] * 2)
-               for buffer in network.buffers())
+               for buffer in model.buffers())
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,30 +1,23 @@
-"""The command line, before anything heavy is imported: flags, prompts, and who starts the ranks.
+"""The options of every command, read from the command line or made in Python; prompts.
 
-torch and transformers take seconds to import, so a wrong flag, a missing file or --help is answered
-from here, and the second rank is started before the first begins to import them.
+Importing torch takes seconds, so nothing here does: a wrong flag, a missing file or --help is
+answered at once.
 """
 import argparse
-import atexit
-import gc
+import ast
 import json
 import math
 import os
-import signal
-import socket
 import stat
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
-BACKUPS = ("neural", "fast", "random")  # methods of the draft worker: `neural_backup`, ...
-FAN_OUTS = ("geometric", "uniform")  # functions of the cache: `geometric_fan_out`, ...
+SWEEPS = ("timeline", "fan-out", "shape", "downweight", "noise", "batch", "frontier", "lookahead",
+          "budget")
 
 
 class UserError(Exception):
@@ -32,140 +25,288 @@ class UserError(Exception):
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of what a library says of it."""
+    """The first line of a library's error message."""
     return (str(problem) or repr(problem)).splitlines()[0]
 
 
-def option(default, help: str, least: float | None = None, most: float = math.inf, **form):
-    """A field of `Settings`, and the command line option that sets it; of a number, its range."""
-    shown = "none" if default in (None, ()) else default
-    if default is False:
+def keys_of(file: str, name: str) -> tuple[str, ...]:
+    """The keys of a dictionary of functions, read from the source: importing it imports torch."""
+    tree = ast.parse((ROOT / file).read_text("utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return tuple(key.value for key in node.value.keys)
+    raise KeyError(f"{file} has no {name}")
+
+
+FAN_OUTS = keys_of("cache.py", "FAN_OUT_POLICIES")
+BACKUPS = keys_of("draft_worker.py", "BACKUPS")
+
+# ---- the options ----
+
+TEXT = "text"  # the groups of --help
+METHOD = "method"
+MODELS = "models"
+SAMPLING = "sampling"
+CACHE = "section 4.1, the cache"
+SAGUARO_SAMPLING = "section 4.2, Saguaro sampling"
+FALLBACK = "section 4.3, fallback"
+MACHINE = "machine"
+BENCH = "bench"
+SLOW_MOTION = "slow motion"
+GROUPS = (TEXT, METHOD, MODELS, SAMPLING, CACHE, SAGUARO_SAMPLING, FALLBACK, MACHINE, BENCH,
+          SLOW_MOTION)
+
+
+def option(group: str, default, help: str, min: float | None = None, max: float = math.inf,
+           **form):
+    """A field of settings, and the command line option that sets it; of a number, its range.
+    `form`: further arguments for argparse."""
+    shown = default
+    if isinstance(default, tuple):
+        shown = " ".join(map(str, default))
+    if default in (None, ()):
+        shown = "none"
+    elif default is False:
         shown = "off"
     form["help"] = f"{help} (default: {shown})"
-    return field(default=default, metadata={"form": form, "least": least, "most": most})
+    return field(default=default, metadata=dict(group=group, min=min, max=max, form=form))
 
 
 @dataclass
-class Settings:
-    """Speculative speculative decoding: the draft prepares for the target's verdict while the
-    target is still verifying."""
-    GROUPS = {"prompt": "text", "target": "models", "temperature": "sampling",
-              "budget": "section 4.1, the cache", "downweight": "section 4.2, Saguaro sampling",
-              "backup": "section 4.3, fallback", "dtype": "machine"}  # by the first option of each
-    LACKS = ()  # fields that are no options of this command
-
-    prompt: tuple[str, ...] = option((), "texts to continue", nargs="+")
-    prompts: str | None = option(None, "JSON Lines, each with a field prompt, question or text")
-    max_new_tokens: int = option(128, "tokens to generate for each prompt, at most", least=1)
-    batch_size: int = option(1, "prompts decoded together", least=1)
-    ignore_eos: bool = option(False, "do not stop at an end-of-sequence token")
-    apply_chat_template: bool = option(False, "make each prompt a user turn of the chat template")
-    json: str | None = option(None, "write settings, texts and statistics to this file")
-    target: str = option(str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
-    draft: str = option(str(TINY / "draft"), "draft model with the target's vocabulary")
-    mode: str = option("ssd", "speculative speculative, speculative or autoregressive decoding",
-                       choices=("ssd", "sd", "ar"))
-    lookahead: int = option(4, "K, tokens drafted per round", least=1)
-    temperature: float = option(0.0, "0 is greedy", least=0, most=1e9)
-    top_k: int = option(0, "sample among the K likeliest tokens; 0: among all", least=0)
+class DecodingSettings:
+    """The options that all commands share."""
+    target: str = option(
+        MODELS, str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
+    draft: str = option(
+        MODELS, str(TINY / "draft"), "draft model with the target's vocabulary")
+    lookahead: int = option(METHOD, 4, "K, tokens drafted per round", min=1)
+    temperature: float = option(SAMPLING, 0.0, "0 is greedy", min=0, max=1e9)
+    top_k: int = option(SAMPLING, 0, "sample among the N likeliest tokens; 0: among all", min=0,
+                        metavar="N")
     top_p: float = option(
-        1.0, "sample among the likeliest tokens of total probability P", least=1e-9, most=1)
-    seed: int = option(0, "same seed, flags and machine: same text", least=0, most=2 ** 63 - 2)
-    no_public_noise: bool = option(
-        False, "the paper's plain algorithm: bonus tokens are drawn with the target's own coins, "
-        "not with noise that the draft knows")
+        SAMPLING, 1.0, "sample among the likeliest tokens of total probability P", min=1e-9, max=1)
+    seed: int = option(
+        SAMPLING, 0, "same seed, flags and machine: same text", min=0, max=2 ** 63 - 1)
     budget: int = option(
-        12, "outcomes prepared for per round and row, the sum of the fan-out; 0: none, plain "
-        "speculative decoding on the very same ranks", least=0)
+        CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: none, "
+        "plain speculative decoding on the very same ranks", min=0)
     fan_out: str = option(
-        "geometric", "shape of the cache: geometric (Theorem 12), uniform, or by hand, F_0,...,F_K "
-        "such as 4,3,2,1,2, whose sum is then the budget (of all drafters)", metavar="SHAPE")
-    drafters: int = option(
-        1, "ranks that draft, the last ones, each for a budget of outcomes of its own", least=1,
-        most=99)
+        CACHE, "geometric", f"shape of the cache: {', '.join(FAN_OUTS)}, or by hand, F_0,...,F_K "
+        "such as 4,3,2,1,2, whose sum is then the budget", metavar="SHAPE")
     acceptance_rate: float = option(
-        0.8, "first guess of a, the acceptance rate of drafted tokens", least=0, most=1)
+        CACHE, 0.8, "a, the acceptance rate of drafted tokens, for the shape", min=0, max=1)
     miss_exponent: float = option(
-        1.0, "first guess of r of the power law of misses (Def. 11)", least=1e-9, most=1e9)
+        CACHE, 1.0, "r of the power law of misses (Def. 11), for the shape", min=1e-9, max=1e9)
+    public_noise: bool = option(
+        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft knows, too, "
+        "and guesses with; the output is distributed as without")
     downweight: float = option(
-        1.0, "C (Def. 14); 1 is ordinary sampling", least=0, most=1, metavar="C")
+        SAGUARO_SAMPLING, 1.0, "C (Def. 14); 1 is ordinary sampling", min=0, max=1, metavar="C")
     backup: str = option(
-        "neural", "who drafts after a cache miss: the draft model, a look-up in the text so far, a "
-        "random number generator, or auto: neural below Theorem 17's batch size, fast above",
+        FALLBACK, "neural", "who drafts after a cache miss: the draft model (neural), prompt "
+        "look-up, random tokens, or auto: neural below Theorem 17's batch size, lookup above",
         choices=(*BACKUPS, "auto"))
-    no_early_outcome: bool = option(
-        False, "the paper's plain algorithm: finish every speculation tree, even if its outcome is "
-        "there and a miss")
-    dtype: str = option("auto", "auto: bfloat16 on GPUs, float32 on CPUs",
+    backup_acceptance_rate: float | None = option(
+        FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
+        "one, 0.2 after others", min=0, max=1, type=float)
+    dtype: str = option(MACHINE, "auto", "auto: bfloat16 on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
-    device: str = option("auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"))
-    eager: bool = option(False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
+    device: str = option(MACHINE, "auto", "auto: GPUs if there are any",
+                         choices=("auto", "cpu", "cuda"))
+    eager: bool = option(
+        MACHINE, False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
+    pace: tuple[float, float] = option(
+        MACHINE, (0.0, 0.0), "every decoding pass of the target and of the draft takes at least so "
+        "many milliseconds, and sleeps where the computation was faster: the latencies of other "
+        "hardware, such as 73.2 10.2, on this machine; 0 0: off", nargs=2, type=float,
+        metavar=("TARGET_MS", "DRAFT_MS"))
 
-    def check(self) -> None:
-        """Raise `UserError` for the first value that makes no sense; fix what follows from
-        others."""
-        self.check_numbers()
-        if self.prompt and self.prompts is not None:
-            raise UserError("--prompt and --prompts exclude each other")
+    def __post_init__(self):
+        """Raises `UserError` for the first value that makes no sense, wherever it was set."""
+        for f in fields(self):
+            if isinstance(getattr(self, f.name), os.PathLike):
+                setattr(self, f.name, str(getattr(self, f.name)))
+            check_value(f, getattr(self, f.name))
+        if 0 < self.temperature < 1e-6:
+            raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
+        pace = tuple(self.pace) if isinstance(self.pace, (tuple, list)) else (self.pace,)
+        if len(pace) != 2 or not all(is_number(ms) and 0 <= ms <= 1e6 for ms in pace):
+            raise UserError(f"--pace {' '.join(map(str, pace))}: it must be two numbers of "
+                            "milliseconds, at least 0 and at most 1000000")
+        self.pace = pace
         if self.fan_out not in FAN_OUTS:
-            shape = self.fan_out.split(",")
+            shape = str(self.fan_out).split(",")
             if len(shape) != self.lookahead + 1 or not all(F.isdecimal() for F in shape):
                 raise UserError(f"--fan-out {self.fan_out}: neither {' nor '.join(FAN_OUTS)} nor "
                                 f"{self.lookahead + 1} numbers, F_0,...,F_K for K = --lookahead")
-            self.budget, rest = divmod(sum(map(int, shape)), self.drafters)
-            if rest:
-                raise UserError(f"--fan-out {self.fan_out}: {self.drafters} drafters cannot share "
-                                "its sum evenly")
-        if self.drafters > 1 and self.mode != "ssd":
-            raise UserError(f"--drafters {self.drafters}: only ssd has work for more than one")
-        if self.json is not None:
-            check_writable("--json", self.json)
+            self.budget = sum(map(int, shape))
 
-    def check_numbers(self) -> None:
-        for f in fields(self):
-            value, least, most = getattr(self, f.name), f.metadata["least"], f.metadata["most"]
-            if least is not None and not least <= value <= most:
-                allowed = f"at least {least}" + f" and at most {most}" * (most < math.inf)
-                raise UserError(f"--{f.name.replace('_', '-')} is {value}; it must be {allowed}")
-        if 0 < self.temperature < 1e-6:
-            raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
+    def to_settings(self, **changes) -> "Settings":
+        """Settings of `saguaro.py` with these options, the others as in `changes` or default."""
+        shared = {f.name: getattr(self, f.name) for f in fields(DecodingSettings)}
+        return Settings(**shared | changes)
+
+    def backup_acceptance(self, backup: str) -> float:
+        """a after a backup of this name."""
+        if self.backup_acceptance_rate is not None:
+            return self.backup_acceptance_rate
+        return self.acceptance_rate if backup == "neural" else 0.2
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float))
+
+
+def check_value(f, value) -> None:
+    flag = f"--{f.name.replace('_', '-')}"
+    minimum = f.metadata["min"]
+    maximum = f.metadata["max"]
+    choices = f.metadata["form"].get("choices")
+    if minimum is not None and (value, f.default) != (None, None):
+        if f.type is int and not isinstance(value, int):
+            raise UserError(f"{flag} is {value!r}; it must be a whole number")
+        if not is_number(value):
+            raise UserError(f"{flag} is {value!r}; it must be a number")
+        if not minimum <= value <= maximum:
+            allowed = f"at least {minimum}"
+            if maximum < math.inf:
+                allowed += f" and at most {maximum}"
+            raise UserError(f"{flag} is {value}; it must be {allowed}")
+    if choices and f.type is str and value not in choices:
+        raise UserError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+@dataclass
+class Settings(DecodingSettings):
+    """Speculative speculative decoding: while the target verifies, the draft prepares for the
+    likely outcomes."""
+    EXAMPLES = """\
+examples:
+  python saguaro.py                                       the embedded pair, SSD, greedy
+  python saguaro.py --prompt "class Stack:" --mode sd     speculative decoding
+  python saguaro.py --temperature 1 --downweight 0.75     Saguaro sampling
+  python saguaro.py --pace 73.2 10.2 --budget 24          with the latencies of H100s, times four
+  torchrun --nproc-per-node 5 saguaro.py --target meta-llama/Llama-3.1-70B-Instruct \\
+      --draft meta-llama/Llama-3.2-1B-Instruct            the target shared by four GPUs"""
+
+    prompt: tuple[str, ...] = option(TEXT, (), "texts to continue", nargs="+")
+    prompts: str | None = option(
+        TEXT, None, "JSON Lines, each with a field prompt, question or text")
+    max_new_tokens: int = option(TEXT, 128, "tokens to generate for each prompt, at most", min=1)
+    batch_size: int = option(TEXT, 1, "prompts decoded together", min=1)
+    ignore_eos: bool = option(TEXT, False, "do not stop at an end-of-sequence token")
+    apply_chat_template: bool = option(
+        TEXT, False, "make each prompt a user turn of the chat template")
+    json: str | None = option(TEXT, None, "write settings, texts and statistics to this file")
+    mode: str = option(
+        METHOD, "ssd", "speculative speculative, speculative or autoregressive decoding",
+        choices=("ssd", "sd", "ar"))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.prompt, str):
+            self.prompt = (self.prompt,)
+        is_list = isinstance(self.prompt, (tuple, list))
+        if not is_list or not all(isinstance(text, str) for text in self.prompt):
+            raise UserError(f"--prompt is {self.prompt!r}; it must be texts")
+        if self.prompt and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other")
         if self.lookahead > max(16, self.max_new_tokens):
             raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens a "
                             f"round; --max-new-tokens is {self.max_new_tokens}")
+        if self.json is not None:
+            check_writable("--json", self.json)
 
+
+@dataclass
+class BenchSettings(DecodingSettings):
+    """What speculative speculative decoding buys, and why."""
+    EXAMPLES = """\
+examples:
+  python bench.py                                         AR, SD and SSD, paced
+  python bench.py --sweep all --out figures/results.json  all figures, and the comparison
+  python bench.py --pace 0 0                              as fast as this machine computes"""
+
+    prompts: str = option(TEXT, str(TINY / "prompts.jsonl"),
+                          "JSON Lines, each with a field prompt, question or text")
+    max_new_tokens: int = option(TEXT, 40, "tokens to generate for each prompt, exactly", min=2)
+    apply_chat_template: bool = option(
+        TEXT, False, "make each prompt a user turn of the chat template")
+    pace: tuple[float, float] = option(
+        MACHINE, (73.2, 10.2), "every decoding pass of the target and of the draft takes at least "
+        "so many milliseconds: those of a 70B and a 1B model on H100s, times four; 0 0: as fast as "
+        "this machine computes", nargs=2, type=float, metavar=("TARGET_MS", "DRAFT_MS"))
+    quick: bool = option(BENCH, False, "3 prompts, 24 tokens, one seed, no choice of K")
+    sweep: tuple[str, ...] = option(
+        BENCH, (), f"draw figures: all (and compare), {', '.join(SWEEPS)}", nargs="+",
+        choices=("all", *SWEEPS), metavar="NAME")
+    figures: str = option(BENCH, "figures", "folder for them")
+    out: str | None = option(BENCH, None, "write all results to this file (JSON)")
+    predict: bool = option(BENCH, False, "no measurement: Theorem 7 at the paper's scale")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.quick:
+            self.max_new_tokens = 24
+        if self.out is not None:
+            check_writable("--out", self.out)
+        if self.sweep:
+            check_writable("--figures", f"{self.figures}/{self.sweep[0]}.svg")
+
+
+@dataclass
+class ExplainSettings(DecodingSettings):
+    """Rounds of speculative speculative decoding in slow motion: one process, nothing overlaps."""
+    EXAMPLES = """\
+examples:
+  python -m course.explain --prompt "def fibonacci(n):"
+  python -m course.explain --temperature 1 --downweight 0.5"""
+
+    prompt: tuple[str, ...] = option(
+        TEXT, (), "the text to continue; several are a batch, to see section 4.3", nargs="+")
+    apply_chat_template: bool = option(
+        TEXT, False, "make each prompt a user turn of the chat template")
+    rounds: int = option(
+        SLOW_MOTION, 3, "rounds to show after round 0, the prompt's", min=1)
+    pause: bool = option(SLOW_MOTION, False, "wait for Enter after each round")
+    color: bool = option(SLOW_MOTION, False, "colours even where the output is no terminal")
+
+
+# ---- the command line ----
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(message)
 
 
-def parse(kind: type[Settings], arguments: list[str] | None = None) -> Settings:
+def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> DecodingSettings:
     """The command line as `kind`, checked; its docstring is what --help begins with."""
-    parser = group = Parser(description=kind.__doc__, allow_abbrev=False)
+    parser = Parser(description=kind.__doc__, epilog=kind.EXAMPLES, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = {title: parser.add_argument_group(title) for title in GROUPS
+              if any(f.metadata["group"] == title for f in fields(kind))}
     for f in fields(kind):
-        if f.name in kind.GROUPS:
-            group = parser.add_argument_group(kind.GROUPS[f.name])
-        if f.name in kind.LACKS:
-            continue
-        given = f.metadata["form"]
+        title = f.metadata["group"]
+        form = {"default": f.default}
         if f.type is bool:
-            form = {"action": "store_true"}
+            form["action"] = "store_true"
         else:
-            form = {"type": f.type if f.type in (int, float) else str}
-            if "choices" not in given:
+            form["type"] = f.type if f.type in (int, float) else str
+            if "choices" not in f.metadata["form"]:
                 form["metavar"] = f.name.split("_")[-1].upper()
-        group.add_argument("--" + f.name.replace("_", "-"), default=f.default, **form | given)
-    settings = kind(**vars(parser.parse_args(arguments)))
-    settings.check()
-    return settings
+        groups[title].add_argument("--" + f.name.replace("_", "-"), **form | f.metadata["form"])
+    return kind(**vars(parser.parse_args(arguments)))
 
 
-def read_prompts(settings: Settings) -> list[str]:
+# ---- files ----
+
+def read_prompts(settings: DecodingSettings) -> list[str]:
     """The texts to continue: --prompt, the lines of --prompts, or the first embedded prompt."""
-    if settings.prompt:
+    path = getattr(settings, "prompts", None)
+    if getattr(settings, "prompt", None):
         texts = list(settings.prompt)
-    elif settings.prompts is not None:
-        texts = read_json_lines(settings.prompts)
+    elif path is not None:
+        texts = read_json_lines(path)
     else:
         texts = read_json_lines(str(TINY / "prompts.jsonl"))[:1]
     for number, text in enumerate(texts, start=1):
@@ -175,15 +316,16 @@ def read_prompts(settings: Settings) -> list[str]:
             raise UserError(f"prompt {number} of {len(texts)} holds half a character (a lone "
                             "surrogate), which no tokenizer can read")
     if not texts:
-        raise UserError(f"--prompts {settings.prompts} holds no prompt")
+        raise UserError(f"--prompts {path} holds no prompt")
     return texts
 
 
 def read_json_lines(path: str) -> list[str]:
+    """The texts of a JSON Lines file. Raises `UserError`, naming the line."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("not a file that every rank can read for itself")
-        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 is no end
+        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise UserError(f"--prompts {path or repr(path)}: {reason}") from problem
@@ -193,9 +335,9 @@ def read_json_lines(path: str) -> list[str]:
             continue
         try:
             row = json.loads(line)
-            texts.append(next(row[name] for name in PROMPT_FIELDS
-                              if isinstance(row.get(name), str)))
-        except (ValueError, AttributeError, StopIteration):
+            found = [row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str)]
+            texts.append(found[0])
+        except (ValueError, AttributeError, IndexError):
             raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in a "
                             "field prompt, question or text") from None
     return texts
@@ -222,98 +364,3 @@ def write_json(flag: str, path: str, result: dict) -> None:
     except OSError as problem:
         beside.unlink(missing_ok=True)
         raise UserError(f"{flag} {path}: {problem.strerror}") from problem
-
-
-# ---- processes ----
-
-interrupted = threading.Event()  # Ctrl-C
-decoding = threading.Event()     # until then Ctrl-C simply ends the process
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", 0))
-
-
-def begin(kind: type[Settings]) -> Settings:
-    """The settings of this run, before anything heavy is imported. torchrun starts all ranks;
-    `python saguaro.py` is rank 0, and starts the drafters' ranks itself."""
-    gc.set_threshold(100_000)  # imports make many objects, no garbage: searching them took 0.6 s
-    heed_ctrl_c()
-    launched = "RANK" in os.environ  # by torchrun, or by another rank
-    try:
-        settings = parse(kind)
-        read_prompts(settings)
-    except UserError as problem:
-        complain(problem, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if launched:
-        threading.Thread(target=follow_the_launcher, args=(os.getppid(),), daemon=True).start()
-    if alone and settings.mode == "ssd":
-        launch_drafters(settings.drafters)
-    if rank() == 0 and sys.stderr.isatty():
-        print("loading ...", file=sys.stderr, flush=True)
-    return settings
-
-
-def heed_ctrl_c() -> None:
-    """Decoding ends at the next round; before it, and at a second Ctrl-C, everything ends at once.
-    A thread sees to that: the main one may be waiting for a rank that has stopped."""
-    keys, pressed = socket.socketpair()
-    pressed.setblocking(False)
-    signal.set_wakeup_fd(pressed.detach())
-    signal.signal(signal.SIGINT, lambda *_: None)
-
-    def wait() -> None:
-        before = math.inf
-        while keys.recv(1):
-            if not decoding.is_set() or time.monotonic() > before + 1:
-                os._exit(130)  # not at once: torchrun passes on what the terminal has sent already
-            interrupted.set()
-            before = min(before, time.monotonic())
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def launch_drafters(count: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = str(1 + count)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": world,
-                   "LOCAL_WORLD_SIZE": world}
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
-    for number in range(count, -1, -1):  # 0 is this process
-        os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
-        if number:
-            child = subprocess.Popen([sys.executable, *sys.orig_argv[1:]])
-            threading.Thread(target=end_with, args=(child,), daemon=True).start()
-            atexit.register(child.kill)
-
-
-def end_with(child: subprocess.Popen) -> None:
-    """The draft's end is this rank's end, too, even where it waits for nothing from the draft."""
-    status = child.wait()
-    if status:
-        time.sleep(2)  # this rank may find out by itself, and say so
-        if status != 2:  # then the draft's rank has said why
-            print(f"{Path(sys.argv[0]).name}: a draft's rank has ended with status {status}",
-                  file=sys.stderr, flush=True)
-        os._exit(2 if status == 2 else 1)
-
-
-def follow_the_launcher(parent: int) -> None:
-    """A rank ends soon after torchrun, or whoever started it, has been killed."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def complain(problem: UserError, speaks: bool) -> None:
-    """One sentence, exit status 2. Where several ranks find the same fault, one says so and the
-    others leave it the time."""
-    if speaks:
-        print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(3)
-    sys.exit(2)

@@ -22,6 +22,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from runtime.settings import UserError, first_line
 
@@ -30,13 +32,13 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_a
          "embedding_rowwise"}
 
 
-def check_shardable(config: PretrainedConfig, ranks: int, drafters: int = 0) -> None:
+def check_shardable(config: PretrainedConfig, ranks: int, enough: str = "") -> None:
     """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded.
-    `drafters`: ranks that hold no share."""
-    kind, styles = config.model_type, set((config.base_model_tp_plan or {}).values())
+    `enough`: how many ranks to start instead, in words."""
+    kind = config.model_type
+    styles = set((config.base_model_tp_plan or {}).values())
     known = SPLIT.keys() <= styles <= SPLIT.keys() | WHOLE
     if not known or getattr(config, "quantization_config", None):
-        enough = {0: "one rank", 1: "two ranks"}.get(drafters, f"{1 + drafters} ranks")
         raise UserError(f"{ranks} target ranks cannot share this {kind} model: it has no plan for "
                         "splitting its linear layers, or one for other layers too (experts, "
                         f"quantized ones); start {enough}")
@@ -53,27 +55,29 @@ def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
     All of `group` call this, and later compute every pass together. Raises `UserError`."""
     check_shardable(config, group.size())
     with init_empty_weights():  # buffers, which no checkpoint need hold, are computed here
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
-    split(network, group)
-    missing = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     try:
-        for file in checkpoint_files(path):
-            weights = read_share(file, network, shapes, group.rank(), device)
-            network.load_state_dict(weights, strict=False, assign=True)
+        files = checkpoint_files(path)
+        names = [names_in_file(file, model, shapes) for file in files]
+        split(model, group)
+        missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for file, stored_names in zip(files, names):
+            weights = read_share(file, stored_names, model, shapes, group.rank(), device)
+            model.load_state_dict(weights, strict=False, assign=True)
             missing -= weights.keys()
     except (OSError, ValueError, KeyError, SafetensorError) as problem:
         raise UserError(f"cannot load {path} in shares: {first_line(problem)}") from problem
-    network.tie_weights(missing, recompute_mapping=False)  # what it ties is missing no longer
+    model.tie_weights(missing, recompute_mapping=False)  # what it ties is missing no longer
     if missing:
         raise UserError(f"cannot load {path} in shares: its files lack {min(missing)}")
     with suppress(OSError):  # there need not be one
-        network.generation_config = GenerationConfig.from_pretrained(path)
-    return network.to(device)
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.to(device)
 
 
-def split(network: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Cut the linear layers of a network without weights down to this process's share of them."""
+def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Cut the linear layers of a model without weights down to this process's share of them."""
     def share(parameter, dimension):
         parts = parameter.unflatten(dimension, (group.size(), -1))  # raises where they are unequal
         return nn.Parameter(parts.select(dimension, group.rank()))
@@ -81,8 +85,8 @@ def split(network: PreTrainedModel, group: dist.ProcessGroup) -> None:
     def add_up(layer, inputs, output):
         dist.all_reduce(output, group=group)
 
-    for name, layer in network.base_model.named_modules():
-        style = network.config.base_model_tp_plan.get(re.sub(r"\.\d+\b", ".*", name))
+    for name, layer in model.base_model.named_modules():
+        style = model.config.base_model_tp_plan.get(re.sub(r"\.\d+\b", ".*", name))
         if style in SPLIT:
             layer.weight = share(layer.weight, SPLIT[style])
         if style == "colwise" and layer.bias is not None:
@@ -95,7 +99,8 @@ def split(network: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 def checkpoint_files(path: str) -> list[Path]:
     """The safetensors files of a checkpoint (Hub id or folder)."""
-    folder, index = Path(path), "model.safetensors.index.json"
+    folder = Path(path)
+    index = "model.safetensors.index.json"
     if not folder.is_dir():
         folder = Path(snapshot_download(path, allow_patterns=["model*.safetensors", index]))
     if not (folder / index).exists():
@@ -104,14 +109,36 @@ def checkpoint_files(path: str) -> list[Path]:
     return [folder / file for file in sorted(set(files))]
 
 
-def read_share(path: Path, network: PreTrainedModel, shapes: dict[str, list[int]], rank: int,
-               device: torch.device | str) -> dict[str, torch.Tensor]:
-    """What a file holds of the weights of `network`, by name. `shapes`: the whole ones', by name.
-    Raises ValueError where the file has another shape."""
-    weights, wanted = {}, network.state_dict()
+def names_in_file(path: Path, model: PreTrainedModel,
+                  shapes: dict[str, list[int]]) -> dict[str, str]:
+    """The weights of `model` that a file holds: their names in the model, and in the file (by
+    transformers' own rules: some architectures were renamed). Raises ValueError where more than the
+    name differs."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    names = {}
     with safe_open(path, "pt") as file:
-        for name in wanted.keys() & set(file.keys()):
-            stored, sizes = file.get_slice(name), wanted[name].shape
+        for stored in file.keys():
+            name, converter = rename_source_key(stored, renamings, converters,
+                                                model.base_model_prefix, shapes)
+            if converter:
+                raise ValueError(f"{stored} is not a weight of the model, but made into {name}")
+            names[name if name in shapes else stored] = stored
+    return names
+
+
+def read_share(path: Path, names: dict[str, str], model: PreTrainedModel,
+               shapes: dict[str, list[int]], rank: int,
+               device: torch.device | str) -> dict[str, torch.Tensor]:
+    """What a file holds of the weights of `model`, by name. `names`: see above; `shapes`: the whole
+    ones', by name. Raises ValueError where the file has another shape."""
+    weights = {}
+    wanted = model.state_dict()
+    with safe_open(path, "pt") as file:
+        for name in wanted.keys() & names.keys():
+            stored = file.get_slice(names[name])
+            sizes = wanted[name].shape
             if stored.get_shape() != shapes[name]:
                 raise ValueError(f"{name} is {stored.get_shape()}, not {shapes[name]}")
             window = [slice(rank * size, (rank + 1) * size) if size < whole else slice(None)

@@ -34,7 +34,7 @@ WRITERS = "o_proj", "down_proj"  # into the residual stream
 
 
 def enlarged(old: LlamaConfig, **body) -> LlamaConfig:
-    """The configuration of the large body. Exits where the small network does not fit into it."""
+    """The configuration of the large body. Exits where the small model does not fit into it."""
     if (old.model_type != "llama" or old.attention_bias or old.mlp_bias
             or old.rope_parameters["rope_type"] != "default"):
         sys.exit("--source must be a Llama without biases and without rotary scaling")
@@ -51,7 +51,7 @@ def enlarged(old: LlamaConfig, **body) -> LlamaConfig:
 
 @torch.no_grad()
 def enlarge(small: PreTrainedModel, **body) -> PreTrainedModel:
-    """A network of the sizes `body` (see BODIES) with the logits, dtype and device of `small`."""
+    """A model of the sizes `body` (see BODIES) with the logits, dtype and device of `small`."""
     old, new = small.config, enlarged(small.config, **body)
     copies, stretch = new.hidden_size // old.hidden_size, new.head_dim // old.head_dim
     with small.device:
@@ -85,7 +85,7 @@ def enlarge(small: PreTrainedModel, **body) -> PreTrainedModel:
 
 
 def make_room(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> None:
-    """Make an empty `folder`. Exits where memory or disk cannot hold the large network."""
+    """Make an empty `folder`. Exits where memory or disk cannot hold the large model."""
     if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         sys.exit(f"{folder} is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)

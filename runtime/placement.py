@@ -1,0 +1,232 @@
+"""Who computes where: devices, process groups, loading."""
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import huggingface_hub
+import psutil
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from runtime.cuda_graphs import use_cuda_graphs
+from runtime.model import CausalLM, context_length, load, weights_size
+from runtime.settings import DecodingSettings, UserError, first_line, read_prompts
+from runtime.tensor_parallel import check_shardable, load_sharded
+
+WEIGHTS = 0.8  # the share of several GPUs' free memory for weights: the rest is for the KV
+ONE_GPU = 0.85  # of one GPU's: only a model that sits on one has CUDA graphs
+
+
+class Placement:
+    """Which rank this process is and where it computes. Rank r of a machine takes its GPU number r,
+    if there is one, else the CPU. In ssd the last of several ranks holds the draft; all others hold
+    the target together."""
+
+    def __init__(self, settings: DecodingSettings, mode: str):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        num_gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
+        if settings.device == "cuda" and not num_gpus:
+            raise UserError("--device cuda: PyTorch sees no CUDA device here")
+        draft_ranks = 1 if mode == "ssd" and self.world_size > 1 else 0
+        self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
+        self.draft_rank = self.world_size - 1 if draft_ranks else 0
+        self.holds_target = self.rank < self.tp_size
+        self.holds_draft = self.rank == self.draft_rank and mode != "ar"
+        self.device = torch.device("cpu")
+        if local_rank < num_gpus:
+            self.device = torch.device("cuda", local_rank)
+        self.devices = [str(self.device)]  # of all ranks
+        self.on_gpus = self.device.type == "cuda"  # and so are all ranks that hold the same model
+        self.target_gpus = []  # that the target may spread over: all but the draft's
+        if self.tp_size == 1:
+            taken = self.local_world_size - 1 if self.local_world_size > 1 else None
+            self.target_gpus = [gpu for gpu in range(num_gpus) if gpu != taken]
+        next_machine = self.rank - local_rank + self.local_world_size  # its first rank
+        draft_is_here = draft_ranks == 1 and next_machine == self.world_size
+        self.threads = 1 if any(settings.pace) else self.num_threads(num_gpus, draft_is_here)
+        torch.set_num_threads(self.threads)
+        # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def num_threads(self, num_gpus: int, draft_is_here: bool) -> int:
+        """One for a rank on a GPU, and for a draft whose machine computes the target's passes, too;
+        the other ranks of a machine share its remaining cores. (A thread for each core:
+        hyperthreads would share its units.) Not when paced: passes of several threads are late as
+        soon as another program wants a core."""
+        if self.device.type == "cuda":
+            return 1
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = min(cores, len(os.sched_getaffinity(0)))
+        on_gpus = min(num_gpus, self.local_world_size)
+        sharing = self.local_world_size - on_gpus
+        cores -= on_gpus
+        if draft_is_here and sharing > 1:
+            if not self.holds_target:
+                return 1
+            cores -= 1
+            sharing -= 1
+        return max(1, cores // sharing)
+
+    def join(self) -> None:
+        """Meet the other ranks. Tensors in host memory travel over gloo, those of a group that has
+        a GPU for each of its ranks over NCCL."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # one rank may wait for another that downloads 140 GB; a rank that died closes its sockets
+        timeout = timedelta(days=7)
+        dist.init_process_group("gloo", timeout=timeout)
+        self.devices = [""] * self.world_size
+        dist.all_gather_object(self.devices, str(self.device))
+        on_gpus = [device.startswith("cuda") for device in self.devices]
+
+        def new_group(ranks: list[int]) -> dist.ProcessGroup:
+            backend = "nccl" if all(on_gpus[rank] for rank in ranks) else "gloo"
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if backend == "nccl" and self.rank in ranks:  # connects at the first message: now
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            return group
+
+        tp_ranks = list(range(self.tp_size))
+        self.world_group = new_group(list(range(self.world_size)))
+        self.tp_group = new_group(tp_ranks) if self.tp_size > 1 else None
+        self.channel_device = self.device if all(on_gpus) else torch.device("cpu")
+        peers = tp_ranks if self.holds_target else [self.draft_rank]
+        self.on_gpus = all(on_gpus[rank] for rank in peers)
+
+
+class Models(NamedTuple):
+    """What this rank decodes with; None: another rank holds it, or nobody needs it."""
+    target: CausalLM | None
+    draft: CausalLM | None
+    context: int     # the target's, in tokens
+    vocab_size: int  # the target's
+
+
+class Job:
+    """What all ranks know of a run before any model is loaded: configurations, token ids of the
+    prompts, placement."""
+
+    def __init__(self, settings: DecodingSettings, texts: list[str] | None = None,
+                 mode: str | None = None):
+        """`texts` to continue, by default the settings'; `mode`, by default the settings'."""
+        self.settings = settings
+        self.mode = mode or settings.mode
+        self.texts = texts or read_prompts(settings)
+        self.placement = Placement(settings, self.mode)
+        self.target_config, self.tokenizer = open_model("--target", settings.target)
+        self.context = context_length(self.target_config)
+        self.vocab_size = self.target_config.get_text_config().vocab_size
+        self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template,
+                              self.context, self.vocab_size)
+        if self.mode != "ar":
+            self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
+            if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
+                                "different vocabularies; a draft must propose the target's tokens")
+        if settings.lookahead >= self.context:
+            raise UserError(f"--lookahead {settings.lookahead}: the target's context is "
+                            f"{self.context}")
+        num_outcomes = (settings.lookahead + 1) * (self.vocab_size - 1)
+        if settings.budget > num_outcomes:
+            raise UserError(f"--budget {settings.budget}: {num_outcomes} outcomes are all there "
+                            f"are with K = {settings.lookahead} and a vocabulary of "
+                            f"{self.vocab_size}")
+        if self.placement.tp_size > 1:
+            enough = "one rank" if self.mode != "ssd" else "two ranks"
+            check_shardable(self.target_config, self.placement.tp_size, enough)
+
+    def load(self) -> Models:
+        """Join the other ranks and load the models that this one holds."""
+        placement = self.placement
+        if placement.world_size > 1:
+            placement.join()
+        target = self.load_target() if placement.holds_target else None
+        draft = self.load_draft() if placement.holds_draft else None
+        max_new_tokens = getattr(self.settings, "max_new_tokens", 0)  # slow motion decides later
+        longest = max(map(len, self.prompts)) + max_new_tokens
+        for model, pace in zip((target, draft), self.settings.pace):
+            if model and pace:
+                model.set_pace(pace)
+            if model:
+                model.longest = min(longest, self.context)
+        if placement.world_size > 1:
+            dist.barrier()  # or one rank would time how long another loads
+        return Models(target, draft, self.context, self.vocab_size)
+
+    def load_draft(self) -> CausalLM:
+        model = load(self.settings.draft, self.draft_config, self.dtype, self.placement.device)
+        return self.with_graphs(CausalLM(model, self.vocab_size))
+
+    def load_target(self) -> CausalLM:
+        """Shared by several ranks; on one device; or, too large for it, filling one GPU after the
+        other."""
+        path = self.settings.target
+        config = self.target_config
+        placement = self.placement
+        if placement.tp_size > 1:
+            group = placement.tp_group
+            model = CausalLM(load_sharded(path, config, self.dtype, placement.device, group))
+            return self.with_graphs(model, group) if placement.on_gpus else model
+        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in placement.target_gpus}
+        if len(free) < 2 or weights_size(config, self.dtype) <= ONE_GPU * free[0]:
+            return self.with_graphs(CausalLM(load(path, config, self.dtype, placement.device)))
+        room = {gpu: int(WEIGHTS * free[gpu]) for gpu in free}
+        return self.with_graphs(CausalLM(load(path, config, self.dtype, "sequential", room)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """--dtype, or by default what suits the devices of all ranks that compute the same."""
+        if self.settings.dtype != "auto":
+            return getattr(torch, self.settings.dtype)
+        return torch.bfloat16 if self.placement.on_gpus else torch.float32
+
+    def with_graphs(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
+        if not self.settings.eager:
+            use_cuda_graphs(model, group)
+        return model
+
+
+def open_model(flag: str, path: str):
+    """The configuration and tokenizer of a checkpoint; nothing big is read."""
+    if not Path(path).is_dir():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:  # no Hub id does
+            raise UserError(f"{flag} {path}: no such folder")
+        try:
+            huggingface_hub.HfApi().model_info(path, timeout=10)
+        except Exception:  # from here on what was downloaded before must do
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
+    try:
+        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a "
+                        f"model on the Hugging Face Hub ({first_line(problem)})") from problem
+
+
+def encode(tokenizer, texts: list[str], chat: bool, context: int,
+           vocab_size: int) -> list[list[int]]:
+    """The prompts as token ids below `vocab_size`, each with room for at least one more token."""
+    if chat and not tokenizer.chat_template:
+        raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
+    if chat:
+        turns = [[{"role": "user", "content": text}] for text in texts]
+        prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True,
+                                                 return_dict=True)["input_ids"] for turn in turns]
+    else:
+        prompts = tokenizer(texts)["input_ids"]
+    for number, prompt in enumerate(prompts, start=1):
+        if not 0 < len(prompt) < context:
+            raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the "
+                            f"target's context is {context}")
+        largest = max(prompt)
+        if largest >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(f"prompt {number} of {len(prompts)} holds the token {token!r}, number "
+                            f"{largest}, and the target's embedding ends at {vocab_size - 1}: "
+                            "leave it out, or resize the target's embedding")
+    return prompts

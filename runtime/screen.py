@@ -1,0 +1,291 @@
+"""What a person sees: the stream, the summary, --json; and the statistics behind them."""
+import os
+import re
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cache import PRIMARY, throughput
+from runtime.placement import Job
+from runtime.settings import Settings, write_json
+
+CONTEXT = 8  # tokens, on which the text of the next ones may depend
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
+
+@dataclass
+class Stats:
+    """Counts and times of decoding. Rates are those of decoding alone: prefill, and the token that
+    it yields, are apart."""
+    tokens: int = 0             # new tokens, those of prefill included
+    prefill_tokens: int = 0     # one a prompt
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0        # decoding, wall clock
+    rounds: int = 0
+    row_rounds: int = 0         # rounds, counted once for every active row
+    accepted: int = 0
+    rejected: int = 0           # rejections: at most one per row and round
+    hits: int = 0
+    hit_tokens: int = 0         # those of `tokens` that the rounds after a hit gave
+    lookahead: int = 0
+    times: dict[str, tuple[float, int]] = field(default_factory=dict)  # (seconds, count) by work
+    pace_kept: int = 0          # passes, of both models, that were as fast as --pace
+    passes: int = 0             # with a pace
+    bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `DraftWorker.count_ranks`
+    choices: dict[str, Any] = field(default_factory=dict)              # the draft's
+
+    def count_prefill(self, num_tokens: int, seconds: float) -> None:
+        self.tokens += num_tokens
+        self.prefill_tokens += num_tokens
+        self.prefill_seconds += seconds
+
+    def count_round(self, seconds: float, lookahead: int, accepted: list[int],
+                    num_kept: list[int], hit: list[bool]) -> None:
+        """Of every active row: tokens accepted, tokens kept, was it a hit?"""
+        self.seconds += seconds
+        self.lookahead = max(self.lookahead, lookahead)
+        self.rounds += 1
+        self.row_rounds += len(num_kept)
+        self.tokens += sum(num_kept)
+        self.accepted += sum(accepted)
+        self.rejected += sum(k < lookahead for k in accepted)
+        self.hits += sum(hit)
+        self.hit_tokens += sum(kept for kept, row_hit in zip(num_kept, hit) if row_hit)
+
+    def add(self, times: dict[str, tuple[float, int]] = {}, pace: tuple[int, int] = (0, 0),
+            bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:
+        """What a worker measured and counted in a batch."""
+        self.choices |= choices
+        self.pace_kept += pace[0]
+        self.passes += pace[1]
+        if bonus_ranks is not None:
+            before = 0 if self.bonus_ranks is None else self.bonus_ranks
+            self.bonus_ranks = before + bonus_ranks
+        for name, (seconds, count) in times.items():
+            old_seconds, old_count = self.times.get(name, (0.0, 0))
+            self.times[name] = (old_seconds + seconds, old_count + count)
+
+    def mean_seconds(self, name: str) -> float | None:
+        return ratio(*self.times.get(name, (None, None)))
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's
+        geometric model; T_p (one pre-speculation: a trunk pass and K tree steps) and T_b (one
+        backup) are in units of one verification."""
+        decoded = self.tokens - self.prefill_tokens
+        K = self.lookahead
+        verify = self.mean_seconds("verify")
+        trunk = self.mean_seconds("trunk")
+        step = self.mean_seconds("step")
+        verify_seconds, _ = self.times.get("verify", (None, 0))
+        return {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": ratio(decoded, self.seconds),
+            "rounds": self.rounds,
+            "tokens_per_round": ratio(decoded, self.row_rounds),
+            "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected) if K else None,
+            "hit_rate": ratio(self.hits, self.row_rounds) if K else None,
+            "E_hit": ratio(self.hit_tokens, self.hits),
+            "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
+            "verifier_utilisation": ratio(verify_seconds, self.seconds),
+            "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
+            "T_b": ratio(self.mean_seconds("backup"), verify),
+            "prefill_seconds": self.prefill_seconds,
+            "pace_kept": ratio(self.pace_kept, self.passes),
+            **self.choices,
+            **self.rank_tables()}
+
+    def rank_tables(self) -> dict[str, list]:
+        """By who drafted, primary or backup."""
+        if self.bonus_ranks is None:
+            return {}
+        names = ("bonus_ranks", "bonus_ranks_after_backup")
+        return dict(zip(names, self.bonus_ranks.tolist()))
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+# ---- the screen ----
+
+REPORT = (
+    ("tokens_per_second", "tokens per second", ".1f", "decoding only, prefill apart"),
+    ("tokens_per_round", "tokens per round", ".2f", "accepted drafts and the bonus token"),
+    ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens"),
+    ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
+    ("verifier_utilisation", "verifier utilisation", ".2f", "the share of time spent verifying"))
+
+
+def visible(text: str) -> str:
+    """Control characters as escapes: a text cannot move the cursor or hide a line."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def predicted_speedups(settings: Settings, summary: dict[str, Any]) -> tuple[float, float] | None:
+    """What this decoding is worth with the parts that were measured: over autoregressive decoding,
+    and over speculative decoding with the same pair (Thm. 7; in batches Cor. 16), whose T_SD is
+    T_b of a neural backup. None where a part was not seen."""
+    names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
+    parts = [summary[name] for name in names]
+    if None in parts or summary["backup"] != "neural":
+        return None
+    ssd = throughput(*parts, settings.batch_size)
+    sd = throughput(0, 0, summary["tokens_per_round"], 1, summary["T_b"])
+    return ssd, ssd / sd
+
+
+class Display:
+    """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of
+    several, a progress bar, and each text when its batch is done."""
+    PROMPT, CACHE, BACKUP, UNDERLINED, PLAIN = (f"\x1b[{code}m" for code in (2, 94, 33, 4, 0))
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.streams = len(job.texts) == 1
+        self.colours = self.streams and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.outputs = []
+        self.tokens = []
+        self.shown = ""
+        total = len(job.texts) * job.settings.max_new_tokens
+        self.bar = tqdm(total=total, unit="token", disable=True if self.streams else None)
+        if self.colours:
+            print(f"{self.PROMPT}prompt{self.PLAIN}, {self.CACHE}from the cache{self.PLAIN}, "
+                  f"{self.BACKUP}from a backup{self.PLAIN}, {self.UNDERLINED}bonus token"
+                  f"{self.PLAIN}\n")
+        if self.streams:
+            self.write(job.texts[0], self.PROMPT)
+        if self.streams and not self.colours:
+            print("\n----- continued -----")
+
+    def write(self, text: str, style: str) -> None:
+        text = visible(text)
+        print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
+
+    def show(self, row: int, new_tokens: list[int], source: int) -> None:
+        """New tokens, just verified; the last is the bonus token."""
+        self.bar.update(len(new_tokens))
+        if self.streams:
+            colour = self.CACHE if source == PRIMARY else self.BACKUP
+            self.stream(new_tokens[:-1], colour)
+            self.stream(new_tokens[-1:], colour + self.UNDERLINED)
+
+    def stream(self, new_tokens: list[int], style: str, last: bool = False) -> None:
+        """What the tokens add to the text; half a character waits for the other half. Only the last
+        tokens are decoded: those before change nothing."""
+        self.tokens += new_tokens
+        text = self.decode(self.tokens)
+        if last or not text.endswith("\ufffd"):
+            self.write(text[len(self.shown):], style)
+            self.tokens = self.tokens[-CONTEXT:]
+            self.shown = self.decode(self.tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.job.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def end_batch(self, new_tokens: list[list[int]], eos: list[int]) -> None:
+        """The texts of a batch are complete."""
+        for tokens in new_tokens:
+            number = len(self.outputs)
+            prompt = self.job.texts[number]
+            text = self.decode(tokens)
+            reason = self.finish_reason(self.job.prompts[number], tokens, eos)
+            self.outputs.append(
+                {"prompt": prompt, "text": text, "tokens": tokens, "finish_reason": reason})
+            if not self.streams:
+                tqdm.write(f"\n----- prompt {number + 1} -----\n{visible(prompt)}"
+                           f"\n----- continued -----\n{visible(text)}")
+
+    def finish_reason(self, prompt: list[int], tokens: list[int], eos: list[int]) -> str:
+        if tokens and tokens[-1] in eos:
+            return "eos"
+        if len(tokens) == self.job.settings.max_new_tokens:
+            return "length"
+        return "context" if len(prompt) + len(tokens) == self.job.context else "interrupted"
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """The summary, and --json."""
+        self.bar.close()
+        self.stream([], self.PLAIN, last=True)
+        full = sum(output["finish_reason"] == "context" for output in self.outputs)
+        if full:
+            print(f"\n\n{full} of {len(self.outputs)} texts ended at the target's context limit",
+                  end="")
+        self.summarise(summary)
+        settings = self.job.settings
+        if settings.json:
+            result = {"config": asdict(settings), "outputs": self.outputs, "stats": summary}
+            write_json("--json", settings.json, result)
+
+    def summarise(self, summary: dict[str, Any]) -> None:
+        settings = self.job.settings
+        print(f"\n\n{summary['tokens']} tokens with {settings.mode}:")
+        for name, title, form, meaning in REPORT:
+            if summary[name] is not None and (name, settings.mode) != ("hit_rate", "sd"):
+                self.line(title, f"{summary[name]:{form}}", meaning)
+        if settings.mode == "sd" and summary["T_b"] is not None:
+            self.line("drafting (T_SD)", f"{summary['T_b']:.2f}", "of a verification, each round")
+        if settings.mode == "ssd":
+            self.summarise_ssd(summary)
+        placement = self.job.placement
+        if any(device != "cpu" for device in placement.devices):
+            self.line("devices", "", ", ".join(placement.devices))
+        if placement.tp_size > 1:
+            print(f"  {placement.tp_size} ranks share the target")
+        if summary["pace_kept"] is not None:
+            self.summarise_pace(summary["pace_kept"])
+        self.warn_of_flags_without_effect()
+
+    def line(self, title: str, figure: str, meaning: str) -> None:
+        print(f"  {title:21}{figure:>7}   {meaning}")
+
+    def summarise_ssd(self, summary: dict[str, Any]) -> None:
+        settings = self.job.settings
+        T_p, T_b = summary["T_p"], summary["T_b"]
+        if T_p is not None:
+            hidden = "hidden behind it"
+            if round(T_p, 2) > 1:
+                hidden = "the target waits: try a smaller --lookahead or --budget"
+            self.line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
+        if T_b is not None:
+            self.line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")
+        elif summary["rounds"]:
+            self.line("backup (T_b)", "", "no miss seen yet")
+        speedups = predicted_speedups(settings, summary)
+        if speedups:
+            over_ar, over_sd = speedups
+            self.line("Theorem 7", f"{over_ar:.2f}", f"x autoregressive with these parts, "
+                      f"{over_sd:.2f} x SD")
+        self.line("fan-out", "", f"{summary['fan_out']} after a hit, "
+                  f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
+        if settings.backup == "auto":
+            b = summary["critical_batch_size"]
+            if b is None:
+                self.line("critical batch size", "", "none: neural is better at every size")
+            else:
+                self.line("critical batch size", f"{b:.1f}", "(Thm. 17)")
+        if settings.public_noise and settings.temperature:
+            self.line("public noise", "on", "not in the paper")
+
+    def summarise_pace(self, kept: float) -> None:
+        target, draft = self.job.settings.pace
+        self.line("pace kept", f"{kept:.0%}",
+                  f"of passes: target {target:g} ms, draft {draft:g} ms")
+        if kept < 0.95:
+            print("  This machine was too slow for the pace: compare nothing with these times.")
+
+    def warn_of_flags_without_effect(self) -> None:
+        settings = self.job.settings
+        for name, neutral in (("top_k", 0), ("top_p", 1), ("downweight", 1),
+                              ("public_noise", False)):
+            flag = f"--{name.replace('_', '-')}"
+            if getattr(settings, name) == neutral:
+                continue
+            if settings.temperature == 0:
+                print(f"  {flag} has no effect on greedy decoding")
+            elif name == "downweight" and settings.mode != "ssd":
+                print(f"  {flag} is ignored: only a cache has something to gain from it")
