@@ -46,8 +46,8 @@ from runtime import cuda_graphs, launch, settings
 from runtime.model import CausalLM
 from runtime.placement import Job, Placement, encode, open_model
 from runtime.screen import Display, Stats
-from runtime.settings import (ROOT, TINY, BenchSettings, Settings, UserError, parse,
-                              read_json_lines)
+from runtime.settings import (ROOT, TINY, BenchSettings, ExplainSettings, Settings, UserError,
+                              parse, read_json_lines)
 from runtime.tensor_parallel import load_sharded
 from runtime.test_gpu import FakeEvent
 from saguaro import Decoder
@@ -362,7 +362,8 @@ def test_the_tables_of_results_are_those_of_the_launch():
     for name in speeds[1]:
         row, = (cells[1:] for cells in readme if cells[0] == name)
         assert row == ratios.get((0, name), ["", ""]) + ratios[1, name], name
-    greedy, sampled = (part for part in (ROOT / "RESULTS.md").read_text().split("Temperature 1:"))
+    tables, _ = (ROOT / "RESULTS.md").read_text("utf-8").split("## Figures")
+    greedy, sampled = tables.split("Temperature 1:")
     for heat, part in ((0, greedy), (1, sampled)):
         for name in speeds[heat]:
             row, = (cells for cells in table_rows(part) if cells[0] == name)
@@ -386,8 +387,8 @@ def test_the_readme_names_what_exists():
     assert len(names) > 20
     for owner, name in names:
         assert hasattr((modules | classes)[owner], name), f"{owner}.{name}"
-    known = {f"--{field.name.replace('_', '-')}" for kind in (Settings, BenchSettings)
-             for field in fields(kind)}
+    known = {f"--{field.name.replace('_', '-')}"
+             for kind in (Settings, BenchSettings, ExplainSettings) for field in fields(kind)}
     foreign = {"--help", "--index-url", "--nproc-per-node", "--nnodes", "--node-rank",
                "--master-addr"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known | foreign
