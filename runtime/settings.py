@@ -183,7 +183,7 @@ class Settings(DecodingSettings):
     EXAMPLES = """\
 examples:
   python saguaro.py                                       the embedded pair, SSD, greedy
-  python saguaro.py --prompt "class Stack:" --mode sd     speculative decoding
+  python saguaro.py "class Stack:" --mode sd              speculative decoding
   python saguaro.py --temperature 1 --downweight 0.75     Saguaro sampling
   python saguaro.py --pace 73.2 10.2 --budget 24          with the latencies of H100s, times four
   torchrun --nproc-per-node 5 saguaro.py --target meta-llama/Llama-3.1-70B-Instruct \\
@@ -209,6 +209,7 @@ examples:
         is_list = isinstance(self.prompt, (tuple, list))
         if not is_list or not all(isinstance(text, str) for text in self.prompt):
             raise UserError(f"--prompt is {self.prompt!r}; it must be texts")
+        self.prompt = tuple(self.prompt)
         if self.prompt and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other")
         if self.lookahead > max(16, self.max_new_tokens):
@@ -295,7 +296,15 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
             if "choices" not in f.metadata["form"]:
                 form["metavar"] = f.name.split("_")[-1].upper()
         groups[title].add_argument("--" + f.name.replace("_", "-"), **form | f.metadata["form"])
-    return kind(**vars(parser.parse_args(arguments)))
+    if any(f.name == "prompt" for f in fields(kind)):
+        parser.add_argument("texts", nargs="*", metavar="TEXT", help="the same as --prompt TEXT")
+    given = vars(parser.parse_args(arguments))
+    texts = given.pop("texts", [])
+    if texts and given["prompt"]:
+        raise UserError("give the prompts with --prompt or without it, not both")
+    if texts:
+        given["prompt"] = texts
+    return kind(**given)
 
 
 # ---- files ----

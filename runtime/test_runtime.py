@@ -154,6 +154,7 @@ WRONG = {f"--{wrong}": "--" + wrong.replace(" ", " is ") for wrong in (
     "--pace nan 8": "--pace nan 8.0: it must be two numbers",
     "--pace 1e-3 0 --mode ar": "so it cannot keep a pace of 0.001 ms",
     "--prompt ''": "prompt 1 of 1 is empty", "--prompt a --prompts FIELDLESS": "exclude each other",
+    "a --prompt b": "give the prompts with --prompt or without it, not both",
     "--prompts nowhere.jsonl": ": No such file", "--prompts EMPTY": "holds no prompt",
     "--prompts /dev/null": "not a file that every rank can read",
     "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
@@ -237,6 +238,11 @@ def test_prompt_files_are_split_at_newlines_only_and_may_begin_with_a_byte_order
                         for name, text in zip(settings.PROMPT_FIELDS, texts))
     (tmp_path / "prompts").write_text(f"\ufeff{lines}\n\n", "utf-8", newline="")
     assert read_json_lines(str(tmp_path / "prompts")) == texts
+
+
+def test_prompts_may_stand_without_their_flag():
+    assert parse(Settings, ["def f(x):", "x"]).prompt == ("def f(x):", "x")
+    assert parse(Settings, ["--mode", "ar", "x"]).prompt == ("x",)
 
 
 def test_help_names_every_option_with_its_group_default_and_choices(capsys):
