@@ -1007,6 +1007,16 @@ def test_every_sweep_tries_what_makes_sense():
         BenchSettings().to_settings(**point.changes)
 
 
+def test_bounds_of_corollary_9_are_shown_where_it_applies():
+    """Not for another backup, nor where the target waits for the draft, nor without a cache."""
+    bounds = importlib.import_module("bench").bounds
+    sd = {"tokens_per_round": 3.0, "T_b": 0.5}
+    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "E_hit": 3.0}
+    assert bounds(ssd, sd) == "1.20-1.50"
+    for change in ({"backup": "lookup"}, {"T_p": 1.1}, {"hit_rate": None}):
+        assert bounds(ssd | change, sd) == ""
+
+
 def test_the_benchmark_predicts_by_theorem_7():
     status, output = obey("bench.py", "--predict")
     large = next(row for row in output.splitlines() if "70B / 1B" in row)
