@@ -212,7 +212,7 @@ class CausalLM:
         """The pass, kernel by kernel: logits of the last `keep` tokens, or, if 0, of all."""
         self.kv.set_slots(slots, mask.shape[-1])
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
-                            past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
+                          past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor | None:
@@ -234,7 +234,8 @@ class CausalLM:
                         logits=False)
 
     def set_pace(self, milliseconds: float) -> None:
-        """Raises `UserError` where this machine cannot compute a pass in that time at all."""
+        """From now on each decoding pass takes at least so long. Raises `UserError` where this
+        machine cannot compute a pass in that time at all."""
         self.allocate(1, 8, 8)
         seconds = []
         for _ in range(3):

@@ -235,8 +235,9 @@ examples:
         TEXT, False, "make each prompt a user turn of the chat template")
     pace: tuple[float, float] = option(
         MACHINE, (73.2, 10.2), "every decoding pass of the target and of the draft takes at least "
-        "so many milliseconds: those of a 70B and a 1B model on H100s, times four; 0 0: as fast as "
-        "this machine computes", nargs=2, type=float, metavar=("TARGET_MS", "DRAFT_MS"))
+        "so many milliseconds: those of a 70B target and of a small draft on H100s, times "
+        "four; 0 0: as fast as this machine computes", nargs=2, type=float,
+        metavar=("TARGET_MS", "DRAFT_MS"))
     quick: bool = option(BENCH, False, "3 prompts, 24 tokens, one seed, no choice of K")
     sweep: tuple[str, ...] = option(
         BENCH, (), f"draw figures: all (and compare), {', '.join(SWEEPS)}", nargs="+",

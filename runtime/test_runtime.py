@@ -1008,12 +1008,13 @@ def test_every_sweep_tries_what_makes_sense():
 
 
 def test_bounds_of_corollary_9_are_shown_where_it_applies():
-    """Not for another backup, nor where the target waits for the draft, nor without a cache."""
+    """Not for another backup, nor where the target waits for the draft, nor without a cache, nor
+    where misses are worth more than hits."""
     bounds = importlib.import_module("bench").bounds
     sd = {"tokens_per_round": 3.0, "T_b": 0.5}
-    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "E_hit": 3.0}
+    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "T_b": 0.5, "E_hit": 3.0, "E_miss": 3.0}
     assert bounds(ssd, sd) == "1.20-1.50"
-    for change in ({"backup": "lookup"}, {"T_p": 1.1}, {"hit_rate": None}):
+    for change in ({"backup": "lookup"}, {"T_p": 1.1}, {"hit_rate": None}, {"E_miss": 4.6}):
         assert bounds(ssd | change, sd) == ""
 
 
