@@ -43,7 +43,7 @@ class Speculation(NamedTuple):
     """K drafted tokens per row."""
     tokens: torch.Tensor  # [B, K]
     q: torch.Tensor       # [B, K, V] what they were drawn from; V = 0 when greedy: point masses
-    source: torch.Tensor  # [B] PRIMARY or BACKUP; in host memory
+    source: torch.Tensor  # [B] PRIMARY or BACKUP; where it was drafted, in host memory
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":

@@ -218,12 +218,12 @@ class DraftWorker:
         self.bonus_ranks.index_put_(index, torch.ones_like(rank), accumulate=True)
 
     def report(self) -> dict[str, Any]:
-        """Since the last call: "times", (seconds, count) of trunk passes, tree steps and backups;
+        """Since the last call: "spans" of trunk passes, tree steps and backups, see `Stopwatch`;
         "pace", (kept, passes); "bonus_ranks". And the "choices" made."""
         bonus_ranks = self.bonus_ranks
         self.bonus_ranks = torch.zeros_like(bonus_ranks)
         b = self.plan.critical_batch_size
-        return {"times": self.watch.read(), "pace": self.model.pace.read(),
+        return {"spans": self.watch.read(), "pace": self.model.pace.read(),
                 "bonus_ranks": bonus_ranks, "choices": {
                     "fan_out": self.plan.fan_out[PRIMARY],
                     "fan_out_after_backup": self.plan.fan_out[BACKUP],

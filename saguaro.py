@@ -180,7 +180,7 @@ class Channel:
         dist.broadcast(ids, self.draft_rank, self.group)
         if self.q_width:
             dist.broadcast(q, self.draft_rank, self.group)
-        return Speculation(ids[:, 1:], q, ids[:, 0].cpu())
+        return Speculation(ids[:, 1:], q, ids[:, 0])
 
     def exchange_report(self, report: dict[str, Any] | None) -> dict[str, Any]:
         """The drafting rank's `report`, on all ranks."""
@@ -325,13 +325,13 @@ def plan(settings: Settings) -> Plan:
     return Plan([fan_out, after_backup], backup, b)
 
 
-def warm_up(job: Job, models: Models) -> None:
+def warm_up(settings: Settings, models: Models, placement: Placement | None,
+            prompts: list[list[int]]) -> None:
     """Decode a few rounds that are not counted: on GPUs libraries start at their first use, and
     passes are captured at their third."""
     rounds = CAPTURE_FROM + 1
-    few = replace(job.settings, max_new_tokens=rounds * (job.settings.lookahead + 1),
-                  ignore_eos=True)
-    Decoder(few, models, job.placement)(job.prompts[:few.batch_size])
+    few = replace(settings, max_new_tokens=rounds * (settings.lookahead + 1), ignore_eos=True)
+    Decoder(few, models, placement)(prompts[:settings.batch_size])
 
 
 def main(settings: Settings) -> None:
@@ -339,7 +339,7 @@ def main(settings: Settings) -> None:
     job = Job(settings)
     models = job.load()
     if any(device != "cpu" for device in job.placement.devices):
-        warm_up(job, models)
+        warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
     display = Display(job) if job.placement.rank == 0 else None
     decoding.set()

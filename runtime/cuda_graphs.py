@@ -16,7 +16,8 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from runtime.model import CausalLM, differ
+from runtime.check import differ
+from runtime.model import CausalLM
 
 BUCKET = 256  # slots; see above
 CAPTURE_FROM = 3  # the use of a shape that is captured: some occur but once or twice
@@ -77,11 +78,11 @@ class GraphRunner:
         """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
         forward_eager = self.model.forward_eager
         kv = self.model.kv
-        if tokens.shape[1] > LONGEST_CAPTURED:
-            return forward_eager(tokens, positions, slots, mask)
         seen = min(math.ceil(mask.shape[-1] / BUCKET) * BUCKET, kv.slots)
         mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[-1]), value=-torch.inf)
         inputs = (tokens, positions, slots, mask)
+        if tokens.shape[1] > LONGEST_CAPTURED:
+            return forward_eager(*inputs)
         shape = (*tokens.shape, seen)
         kv.uses[shape] += 1
         if kv.uses[shape] == CAPTURE_FROM:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Callable
 
-from runtime.settings import DecodingSettings, UserError, parse, read_prompts
+from runtime.settings import DecodingSettings, UserError, in_standard_input, parse, read_prompts
 
 interrupted = threading.Event()  # Ctrl-C
 decoding = threading.Event()     # until then Ctrl-C simply ends the process
@@ -37,7 +37,8 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
     gc.set_threshold(100_000)  # imports make many objects, no garbage: searching them took 0.6 s
     try:
         settings = parse(kind)
-        read_prompts(settings)
+        if not in_standard_input(settings):
+            read_prompts(settings)
     except UserError as problem:
         fail(problem, is_reporter=os.environ.get("LOCAL_RANK", "0") == "0")
     if "RANK" in os.environ:  # started by torchrun, or by another rank
@@ -82,7 +83,9 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
         main(settings)
         sys.stdout.flush()
     except UserError as problem:  # until the ranks meet, all find the same faults
-        fail(problem, is_reporter=rank == 0 or is_draft and dist.is_initialized())
+        if rank > 0 and dist.is_initialized():
+            time.sleep(2)  # if rank 0 found it, too, it ends all ranks meanwhile
+        fail(problem, is_reporter=rank == 0 or dist.is_initialized())
     except OSError as problem:  # standard output is closed, or full
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(problem, BrokenPipeError):
@@ -99,6 +102,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
         if "closed by peer" not in message and "reset by peer" not in message:
             raise
         if not interrupted.is_set():
+            time.sleep(2)  # the other may have reported why, and then its launcher ends this one
             print(f"{name} stops: another rank is gone", file=sys.stderr)
             sys.exit(1)
     if dist.is_initialized():

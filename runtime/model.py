@@ -23,7 +23,6 @@ A verified token lives in the slot whose number is its position. Then
 Hugging Face models take this unmodified: any object with a fitting `update` passes for
 `past_key_values`, and a 4-D `attention_mask` is used as it is.
 """
-import math
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -32,55 +31,46 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from runtime.check import check_model, context_length, text_limit
 from runtime.settings import UserError, first_line
 
-PROBE = 32  # tokens of the text with which a model is tried
+SPIN = 0.0003  # seconds by which a sleep may be late
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
 
 class Stopwatch:
-    """Seconds spent in each kind of work: `with watch("verify"): ...`. A GPU takes the times itself
-    (CUDA events): waiting for it would keep the host from launching what comes next."""
+    """When each piece of work began and ended: `with watch("verify"): ...`. A GPU takes the times
+    itself (CUDA events): waiting for it would keep the host from launching what comes next."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.sums = {}
-        self.events = []  # (name, start, end) of what a GPU may not have finished
-        self.spans: list[tuple[str, float, float]] | None = None  # or receives (name, start, end)
+        self.on_gpu = device.type == "cuda"
+        self.marks = []  # (work, start, end)
 
     @contextmanager
-    def __call__(self, name: str):
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and self.spans is None:
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self.events.append((name, start, end))
-            return
-        started = time.perf_counter()
+    def __call__(self, work: str):
+        start = self.now()
         yield
-        if on_gpu:  # spans are in the host's time
-            torch.cuda.synchronize(self.device)
-        ended = time.perf_counter()
-        self.add(name, ended - started)
-        if self.spans is not None:
-            self.spans.append((name, started, ended))
+        self.marks.append((work, start, self.now()))
 
-    def add(self, name: str, more: float) -> None:
-        seconds, count = self.sums.get(name, (0.0, 0))
-        self.sums[name] = (seconds + more, count + 1)
+    def now(self) -> "float | torch.cuda.Event":
+        """Seconds; or an event that the GPU has yet to reach."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def read(self) -> dict[str, tuple[float, int]]:
-        """(seconds, count) of every kind of work since the last reading."""
-        for name, start, end in self.events:
-            end.synchronize()
-            self.add(name, start.elapsed_time(end) / 1000)
-        self.events = []
-        sums = self.sums
-        self.sums = {}
-        return sums
+    def read(self) -> list[tuple[str, float, float]]:
+        """(work, start, end), in seconds, of all work since the last reading."""
+        marks = self.marks
+        self.marks = []
+        if self.on_gpu:
+            last = self.now()
+            last.synchronize()
+            now = time.perf_counter()
+            marks = [(work, *(now - event.elapsed_time(last) / 1000 for event in events))
+                     for work, *events in marks]
+        return marks
 
 
 class Pace:
@@ -101,11 +91,11 @@ class Pace:
         yield
         if not self.seconds:
             return
-        remaining = due - time.perf_counter()
         self.passes += 1
-        if remaining >= 0:
-            self.kept += 1
-            time.sleep(remaining)
+        self.kept += time.perf_counter() <= due
+        time.sleep(max(0.0, due - time.perf_counter() - SPIN))
+        while time.perf_counter() < due:
+            pass
 
     def read(self) -> tuple[int, int]:
         """(kept, passes) since the last reading."""
@@ -166,25 +156,23 @@ class CausalLM:
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
-        self.longest = 0  # text of all batches to come, in tokens; 0: unknown
+        self.room = 0  # slots a row that suffice for all batches to come, where that is known
         self.forward_fn = self.forward_eager  # `cuda_graphs.use_cuda_graphs` replaces it
         self.pace = Pace()
-        self.check_slots()
+        check_model(self)
 
     def allocate(self, rows: int, slots: int, longest: int) -> None:
         """Start a new batch of texts of up to `longest` tokens, with so many slots a row. The
-        buffers of the last batch, and the graphs captured with them, serve again if they suffice;
-        so there is room for the longest text of all at once. Raises `UserError` for too long
-        texts."""
+        buffers of the last batch, and the graphs captured with them, serve again if they suffice.
+        Raises `UserError` for too long texts."""
         limit = text_limit(self.model.config)
         if longest > limit:
             raise UserError(
                 f"this {self.model.config.model_type} model treats texts of more than {limit} "
                 f"tokens in a way that KV slots cannot express, and this run may need {longest}: "
                 "shorten the prompt or --max-new-tokens")
-        slots += max(0, self.longest - longest)
         if self.kv.rows != rows or self.kv.slots < slots:
-            self.kv = KVCache(rows, slots)
+            self.kv = KVCache(rows, max(slots, self.room))
         self.last_position = min(longest, self.context) - 1
 
     @torch.inference_mode()
@@ -194,18 +182,23 @@ class CausalLM:
         where `visible` `[B, n, slots in use]` is True. `logits=False` only fills the KV. Positions
         beyond the longest text are clamped to its end: such tokens are computed only to keep shapes
         static, and never used."""
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        if self.last_token < self.vocab_size - 1:  # only of a draft
-            tokens = tokens.clamp(max=self.last_token)
-        inputs = (tokens, positions.clamp(max=self.last_position), slots,
-                  mask.masked_fill_(~visible, -torch.inf))
         if not logits:
-            return self.forward_eager(*inputs, keep=1)
+            return self.forward_eager(*self.inputs(tokens, positions, slots, visible), keep=1)
         with self.pace():
-            computed = self.forward_fn(*inputs)
+            computed = self.forward_fn(*self.inputs(tokens, positions, slots, visible))
             if self.pace.seconds and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         return fit_vocabulary(computed, self.vocab_size)
+
+    def inputs(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
+               visible: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the model is called with: tokens, positions, slots and mask."""
+        if self.last_token < self.vocab_size - 1:  # only of a draft
+            tokens = tokens.clamp(max=self.last_token)
+        positions = positions.clamp(max=self.last_position)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(~visible, -torch.inf)
+        return tokens, positions, slots, mask
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
@@ -249,67 +242,6 @@ class CausalLM:
                             f"{milliseconds:g} ms")
         self.pace = Pace(milliseconds / 1000)
 
-    def check_slots(self) -> None:
-        """Refuse a model that is not causal, or that computes something else through slots than
-        plainly: a pass over stale slots and a branch in scratch slots must give the logits of an
-        ordinary forward. What rounding explains is read off transformers' own decoding, token by
-        token."""
-        config = self.model.config
-        if masks_by_slot(self.model):
-            raise UserError(f"{config.model_type} models keep a causal mask of their own, by slot "
-                            "and not by position, so their text would be wrong")
-        n = int(min(PROBE, self.context, text_limit(config)))
-        tokens = (7 * torch.arange(n, device=self.device)[None] + 1) % (self.last_token + 1)
-        self.allocate(1, 2 * n, n)
-        try:
-            with torch.inference_mode():
-                plain = self.model(tokens, use_cache=False).logits
-                causal = self.is_causal(tokens, plain)
-                past = self.model(tokens[:, :-3], use_cache=True).past_key_values
-                stepwise = [self.model(token[None, None], past_key_values=past).logits
-                            for token in tokens[0, -3:]]
-            logits = self.through_slots(tokens)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as problem:
-            raise UserError(f"{config.model_type} models cannot run with KV slots and tree "
-                            f"attention ({type(problem).__name__}: {problem})") from problem
-        if not plain.isfinite().all():
-            raise UserError(f"this {config.model_type} model gives logits that are infinite or not "
-                            f"numbers in {self.dtype}: a damaged file, or too narrow a --dtype")
-        if not causal:
-            raise UserError(f"this {config.model_type} model is not causal: its logits change with "
-                            "later tokens, so it cannot write text token by token")
-        plain = plain[:, -3:]
-        rounding = distance(torch.cat(stepwise, 1), plain)
-        if differ(logits, fit_vocabulary(plain, self.vocab_size), rounding):
-            raise UserError(f"{config.model_type} models give other logits with KV slots and tree "
-                            "attention, so their text would be wrong")
-
-    def is_causal(self, tokens: torch.Tensor, plain: torch.Tensor) -> bool:
-        """Do the logits of the first half stay when the second half of the tokens `[1, n]` changes?
-        `plain`: the logits `[1, n, V]` before the change. Experts may round differently: 0.01%."""
-        half = tokens.shape[1] // 2
-        others = (tokens[:, half:] + 1) % (self.last_token + 1)
-        changed = self.model(torch.cat([tokens[:, :half], others], 1), use_cache=False).logits
-        before = plain[:, :half]
-        after = changed[:, :half]
-        return not differ(after, before, distance(torch.zeros_like(before), before) / 10_000)
-
-    def through_slots(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
-        rejected tokens behind, two more out of order in scratch slots."""
-        n = tokens.shape[1]
-        scratch = (n + 2, n)
-        self.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
-        logits = [self.causal(tokens[:, -3:-2], torch.tensor([n - 3]))]
-        for step, slot in enumerate(scratch):
-            seen = [other < n - 2 or other in scratch[:step + 1] for other in range(n + 3)]
-            position, slot, seen = (torch.tensor([[part]], device=self.device)
-                                    for part in (n - 2 + step, slot, seen))
-            logits.append(self.forward(tokens[:, position[0, 0], None], position, slot, seen))
-        return torch.cat(logits, 1)
-
     @property
     def eos_tokens(self) -> list[int]:
         """Every end-of-sequence id of the generation config."""
@@ -347,58 +279,6 @@ def weights_size(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a model's weights; none are loaded."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
-
-
-def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have under this model, prompt included. Refuses what is no decoder
-    with a context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if config.is_encoder_decoder or context is None:
-        raise UserError(f"{config.model_type} models cannot be decoded here: what is needed is a "
-                        "causal language model with attention over its whole context "
-                        "(max_position_embeddings)")
-    return context
-
-
-def text_limit(config: PretrainedConfig) -> float:
-    """The longest text up to which every layer attends to everything and no position embedding
-    depends on the length of the text: beyond it (windows, chunks, rotary embeddings of type
-    longrope) masks over slots do not tell the whole story. Those of type dynamic stretch only
-    beyond the context, where every text ends."""
-    config = config.get_text_config()
-    limits = []
-    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if "chunked_attention" in layers:
-        limits.append(config.attention_chunk_size)
-    if "sliding_attention" in layers and getattr(config, "use_sliding_window", True):
-        limits.append(getattr(config, "sliding_window", None))
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            limits.append(rope["original_max_position_embeddings"])
-    return min(filter(None, limits), default=math.inf)
-
-
-def masks_by_slot(model: PreTrainedModel) -> bool:
-    """Does a layer hold a causal mask `[1, 1, N, N]`? Its rows and columns are slot numbers, where
-    a window, or a scratch slot beyond N, goes wrong (GPT-Neo)."""
-    return any(buffer.dim() == 4 and buffer.shape == (1, 1, *buffer.shape[-1:] * 2)
-               for buffer in model.buffers())
-
-
-def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """The root mean square of their difference, where `expected` is finite (`fit_vocabulary`)."""
-    known = expected.isfinite()
-    return float((logits - expected)[known].float().square().mean().sqrt())
-
-
-def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> bool:
-    """Are they further apart than 8 times the given rounding, or a last digit? (Seen in 15
-    families of random models, in four types: those that slots do not change up to 1.9 times,
-    others from 15 on.)"""
-    digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
-    last_digit = digit * distance(torch.zeros_like(expected), expected)
-    return not distance(logits, expected) <= 8 * max(rounding, last_digit)  # so that NaN differs
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

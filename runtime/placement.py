@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
+from runtime.check import context_length
 from runtime.cuda_graphs import use_cuda_graphs
-from runtime.model import CausalLM, context_length, load, weights_size
-from runtime.settings import DecodingSettings, UserError, first_line, read_prompts
+from runtime.model import CausalLM, load, weights_size
+from runtime.settings import (DecodingSettings, UserError, first_line, in_standard_input,
+                              read_prompts)
 from runtime.tensor_parallel import check_shardable, load_sharded
 
 WEIGHTS = 0.8  # the share of several GPUs' free memory for weights: the rest is for the KV
@@ -117,8 +119,8 @@ class Job:
         """`texts` to continue, by default the settings'; `mode`, by default the settings'."""
         self.settings = settings
         self.mode = mode or settings.mode
-        self.texts = texts or read_prompts(settings)
         self.placement = Placement(settings, self.mode)
+        self.texts = texts or self.read_texts()
         self.target_config, self.tokenizer = open_model("--target", settings.target)
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
@@ -141,20 +143,33 @@ class Job:
             enough = "one rank" if self.mode != "ssd" else "two ranks"
             check_shardable(self.target_config, self.placement.tp_size, enough)
 
+    def read_texts(self) -> list[str]:
+        """The prompts. Standard input is read by rank 0, which tells the others."""
+        placement = self.placement
+        if placement.world_size == 1 or not in_standard_input(self.settings):
+            return read_prompts(self.settings)
+        placement.join()
+        texts = [read_prompts(self.settings)] if placement.rank == 0 else [None]
+        dist.broadcast_object_list(texts, 0)
+        return texts[0]
+
     def load(self) -> Models:
         """Join the other ranks and load the models that this one holds."""
         placement = self.placement
-        if placement.world_size > 1:
+        if placement.world_size > 1 and not dist.is_initialized():
             placement.join()
         target = self.load_target() if placement.holds_target else None
         draft = self.load_draft() if placement.holds_draft else None
-        max_new_tokens = getattr(self.settings, "max_new_tokens", 0)  # slow motion decides later
-        longest = max(map(len, self.prompts)) + max_new_tokens
-        for model, pace in zip((target, draft), self.settings.pace):
+        settings = self.settings
+        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
+        longest = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
+        tree = settings.lookahead * (1 + settings.budget)
+        rooms = (longest + settings.lookahead, longest + tree)
+        for model, pace, room in zip((target, draft), settings.pace, rooms):
             if model and pace:
                 model.set_pace(pace)
             if model:
-                model.longest = min(longest, self.context)
+                model.room = room
         if placement.world_size > 1:
             dist.barrier()  # or one rank would time how long another loads
         return Models(target, draft, self.context, self.vocab_size)

@@ -32,6 +32,7 @@ class Stats:
     hit_tokens: int = 0         # those of `tokens` that the rounds after a hit gave
     lookahead: int = 0
     times: dict[str, tuple[float, int]] = field(default_factory=dict)  # (seconds, count) by work
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # of this batch, see below
     pace_kept: int = 0          # passes, of both models, that were as fast as --pace
     passes: int = 0             # with a pace
     bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `DraftWorker.count_ranks`
@@ -41,6 +42,7 @@ class Stats:
         self.tokens += num_tokens
         self.prefill_tokens += num_tokens
         self.prefill_seconds += seconds
+        self.spans = []
 
     def count_round(self, seconds: float, lookahead: int, accepted: list[int],
                     num_kept: list[int], hit: list[bool]) -> None:
@@ -55,18 +57,20 @@ class Stats:
         self.hits += sum(hit)
         self.hit_tokens += sum(kept for kept, row_hit in zip(num_kept, hit) if row_hit)
 
-    def add(self, times: dict[str, tuple[float, int]] = {}, pace: tuple[int, int] = (0, 0),
+    def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
             bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:
-        """What a worker measured and counted in a batch."""
+        """What a worker measured and counted in a batch: (work, start, end) in seconds; passes that
+        kept the pace, and all; `DraftWorker.bonus_ranks`."""
         self.choices |= choices
         self.pace_kept += pace[0]
         self.passes += pace[1]
         if bonus_ranks is not None:
             before = 0 if self.bonus_ranks is None else self.bonus_ranks
             self.bonus_ranks = before + bonus_ranks
-        for name, (seconds, count) in times.items():
-            old_seconds, old_count = self.times.get(name, (0.0, 0))
-            self.times[name] = (old_seconds + seconds, old_count + count)
+        self.spans += spans
+        for work, start, end in spans:
+            seconds, count = self.times.get(work, (0.0, 0))
+            self.times[work] = (seconds + end - start, count + 1)
 
     def mean_seconds(self, name: str) -> float | None:
         return ratio(*self.times.get(name, (None, None)))
@@ -142,7 +146,11 @@ def predicted_speedups(settings: Settings, summary: dict[str, Any]) -> tuple[flo
 class Display:
     """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of
     several, a progress bar, and each text when its batch is done."""
-    PROMPT, CACHE, BACKUP, UNDERLINED, PLAIN = (f"\x1b[{code}m" for code in (2, 94, 33, 4, 0))
+    PROMPT = "\x1b[2m"
+    CACHE = "\x1b[94m"  # blue and orange, the figures' colours
+    BACKUP = "\x1b[38;5;208m"
+    UNDERLINED = "\x1b[4m"
+    PLAIN = "\x1b[0m"
 
     def __init__(self, job: Job):
         self.job = job
@@ -245,7 +253,8 @@ class Display:
 
     def summarise_ssd(self, summary: dict[str, Any]) -> None:
         settings = self.job.settings
-        T_p, T_b = summary["T_p"], summary["T_b"]
+        T_p = summary["T_p"]
+        T_b = summary["T_b"]
         if T_p is not None:
             hidden = "hidden behind it"
             if round(T_p, 2) > 1:

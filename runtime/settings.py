@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import sys
 import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -189,7 +190,8 @@ examples:
   torchrun --nproc-per-node 5 saguaro.py --target meta-llama/Llama-3.1-70B-Instruct \\
       --draft meta-llama/Llama-3.2-1B-Instruct            the target shared by four GPUs"""
 
-    prompt: tuple[str, ...] = option(TEXT, (), "texts to continue", nargs="+")
+    prompt: tuple[str, ...] = option(
+        TEXT, (), "texts to continue; - alone: what stands in standard input", nargs="+")
     prompts: str | None = option(
         TEXT, None, "JSON Lines, each with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 128, "tokens to generate for each prompt, at most", min=1)
@@ -310,10 +312,18 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
 
 # ---- files ----
 
+def in_standard_input(settings: DecodingSettings) -> bool:
+    """Is the prompt what stands there? One rank alone can read it."""
+    return getattr(settings, "prompt", None) == ("-",)
+
+
 def read_prompts(settings: DecodingSettings) -> list[str]:
-    """The texts to continue: --prompt, the lines of --prompts, or the first embedded prompt."""
+    """The texts to continue: --prompt, standard input, the lines of --prompts, or the first
+    embedded prompt."""
     path = getattr(settings, "prompts", None)
-    if getattr(settings, "prompt", None):
+    if in_standard_input(settings):
+        texts = [sys.stdin.buffer.read().decode("utf-8", "surrogateescape")]
+    elif getattr(settings, "prompt", None):
         texts = list(settings.prompt)
     elif path is not None:
         texts = read_json_lines(path)
@@ -323,8 +333,8 @@ def read_prompts(settings: DecodingSettings) -> list[str]:
         if not text:
             raise UserError(f"prompt {number} of {len(texts)} is empty")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"prompt {number} of {len(texts)} holds half a character (a lone "
-                            "surrogate), which no tokenizer can read")
+            raise UserError(f"prompt {number} of {len(texts)} is no text (half a character, or not "
+                            "UTF-8), so no tokenizer can read it")
     if not texts:
         raise UserError(f"--prompts {path} holds no prompt")
     return texts

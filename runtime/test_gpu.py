@@ -1,4 +1,8 @@
-"""Tests of what pays on GPUs only, with small stand-ins for them."""
+"""Tests of what larger models need: placement, CUDA graphs, tensor parallelism, GPUs. There need be
+no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for tensors in another memory.
+
+    python -m pytest runtime/test_gpu.py
+"""
 import copy
 import gc
 import os
@@ -7,26 +11,32 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoTokenizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.integrations import accelerate
 
 import saguaro
-from cache import PRIMARY
-from runtime import cuda_graphs, launch, placement, screen
+from cache import PRIMARY, Outcome
+from runtime import cuda_graphs, launch, placement, tensor_parallel
 from runtime.model import CausalLM, Stopwatch
-from runtime.placement import Job, Placement
-from runtime.settings import TINY, Settings, UserError
+from runtime.placement import Job, Models, Placement
+from runtime.settings import Settings, UserError
 from runtime.tensor_parallel import load_sharded
-from test_equivalence import RAGGED, decoder, imitation, in_ranks, random_model, settings
+from saguaro import Decoder
+from test_equivalence import (RAGGED, decoder, greedy_reference, imitation, in_ranks,
+                              random_model, run_rounds, settings)
+from tiny.enlarge import enlarge
 
 slow = pytest.mark.slow
-TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 
 
 @pytest.fixture(autouse=True)
@@ -34,114 +44,46 @@ def threads_as_they_are(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 
-# ---- who computes where ----
+# ---- stand-ins for CUDA graphs and GPUs ----
 
-def test_attention_is_not_planned_anew_for_every_length():
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    Placement(settings(), "ar")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+class FakeGraph(TorchDispatchMode):
+    """Stands in for a CUDA graph: remembers the operations of a pass with the very tensors that
+    they took and gave, and repeats them on these. As on a GPU all-reduces are captured, but wait
+    for no other rank before the graph is replayed."""
+    captures = 0
+    replays = 0
 
+    def __init__(self):
+        super().__init__()
+        self.operations = []
 
-# GPUs, (mode, ranks, ranks here, rank, local rank), threads of 8 cores
-THREADS = {
-    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), 1),
-    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), 7),
-    "one GPU, draft beside a share": (1, ("ssd", 3, 3, 2, 2), 1),
-    "one GPU, share beside the draft": (1, ("ssd", 3, 3, 1, 1), 6),
-    "two machines, draft": (0, ("ssd", 2, 1, 1, 0), 8),
-    "two machines, share far from the draft": (0, ("ssd", 4, 2, 1, 1), 4),
-    "no GPU, draft": (0, ("ssd", 2, 2, 1, 1), 1),
-    "no GPU, target": (0, ("ssd", 2, 2, 0, 0), 7)}
+    def pool(self) -> None:
+        return None
 
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        given = operation(*arguments, **options or {})
+        self.operations.append((operation, arguments, options or {}, given))
+        return given
 
-@pytest.mark.parametrize("place", THREADS)
-def test_ranks_on_cpus_share_the_cores_of_their_machine(place, monkeypatch):
-    num_gpus, (mode, world_size, local_world_size, rank, local_rank), threads = THREADS[place]
-    for name, value in (("WORLD_SIZE", world_size), ("LOCAL_WORLD_SIZE", local_world_size),
-                        ("RANK", rank), ("LOCAL_RANK", local_rank)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
-    assert Placement(Settings(mode=mode), mode).threads == threads
+    @contextmanager
+    def capture(self, *_, **__):
+        FakeGraph.captures += 1
+        all_reduce = dist.all_reduce
 
+        def remember(tensor, group):
+            self.operations.append((all_reduce, (tensor,), {"group": group}, None))
 
-def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
-    """A rank's job: the devices of all ranks, and the groups connected by joining."""
-    zeros = torch.zeros
-    new_group = dist.new_group
-    connected = []
-    names = {}
+        with mock.patch.object(dist, "all_reduce", remember), self:
+            yield
 
-    def named_group(ranks, timeout, backend):
-        group = new_group(ranks)
-        names[group] = f"{backend} {ranks}"
-        return group
-
-    torch.zeros = lambda *shape, device, **options: zeros(*shape, **options)
-    torch.cuda.device_count = lambda: num_gpus
-    torch.cuda.set_device = lambda device: None
-    dist.new_group = named_group
-    dist.all_reduce = lambda tensor, group: connected.append(names[group])
-    found = Placement(Settings(), "ssd")
-    found.join()
-    return found.devices, connected
-
-
-def test_joining_connects_the_gpus_and_tells_the_devices():
-    assert in_ranks(2, join_with_gpus, 1) == [(["cuda:0", "cpu"], [])] * 2
-    devices = ["cuda:0", "cuda:1", "cuda:2"]
-    shares = (devices, ["nccl [0, 1, 2]", "nccl [0, 1]"])
-    assert in_ranks(3, join_with_gpus, 3) == [shares, shares, (devices, ["nccl [0, 1, 2]"])]
-
-
-@pytest.mark.parametrize("devices, shown", ((["cuda:0", "cpu"], True), (["cpu", "cpu"], False)))
-def test_the_screen_says_which_device_each_rank_has(devices, shown, capsys):
-    job = Job(Settings(), ["x"])
-    job.placement.devices = devices
-    job.settings.mode = "ar"
-    screen.Display(job).summarise(screen.Stats().summary())
-    assert ("cuda:0, cpu" in capsys.readouterr().out) == shown
-
-
-@pytest.mark.parametrize("share, device", ((0.83, "cpu"), (0.87, "sequential")))
-def test_a_target_that_fits_on_one_gpu_is_not_spread(share, device, monkeypatch):
-    """`share` of the GPU's free memory is what its weights take."""
-    job = Job(settings("ar"))
-    job.placement.target_gpus = [0, 1]
-    model = placement.load(job.settings.target, job.target_config, job.dtype, "cpu")
-    free = int(model.get_memory_footprint() / share)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free, 2 * free))
-    monkeypatch.setattr(placement, "load", lambda *given: asked.append(given[3]) or model)
-    job.load_target()
-    assert [str(each) for each in asked] == [device]
-
-
-# ---- what costs time once ----
-
-def test_batches_of_a_job_share_buffers_and_graphs():
-    model = CausalLM(random_model())
-    model.longest = 30
-    model.allocate(2, 14, 10)
-    kv = model.kv
-    model.allocate(2, 34, 30)
-    assert model.kv is kv and kv.slots == 34
-
-
-def test_a_warm_up_captures_and_changes_nothing():
-    target = random_model()
-    draft = imitation(target, 0.15)
-    choices = dict(mode="sd", temperature=1, max_new_tokens=20)
-    expected = decoder(target, draft, **choices)(RAGGED)
-    made = decoder(target, draft, **choices)
-    models = saguaro.Models(made.target.model, made.speculator.model, made.context, 40)
-    verified = []
-    causal = models.target.causal
-    models.target.causal = lambda *given, **options: verified.append(1) or causal(*given, **options)
-    saguaro.warm_up(SimpleNamespace(settings=made.settings, placement=None, prompts=RAGGED), models)
-    assert len(verified) > cuda_graphs.CAPTURE_FROM + 1, "prefill, round 0, and so many rounds"
-    assert made(RAGGED) == expected
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+        with torch._C.DisableTorchFunction():  # faster
+            for operation, arguments, options, given in self.operations:
+                again = operation(*arguments, **options)
+                for old, new in zip(tree_leaves(given), tree_leaves(again)):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)  # else: a view, or in place
 
 
 class FakeEvent:
@@ -160,8 +102,232 @@ class FakeEvent:
         return 1000 * (end.time - self.time)
 
 
-def test_the_stopwatch_does_not_wait_for_the_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+STREAM = SimpleNamespace(wait_stream=lambda other: None)
+FAKES = {"CUDAGraph": FakeGraph, "graph": FakeGraph.capture, "Event": FakeEvent,
+         "Stream": lambda: STREAM, "current_stream": lambda: STREAM,
+         "stream": lambda _: nullcontext()}  # in place of those of torch.cuda
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch):
+    """The code for CUDA graphs runs on a CPU."""
+    for name, value in FAKES.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda_graphs, "BUCKET", 16)
+
+
+CPU = torch.device("cpu")
+Tensor = torch.Tensor
+COPIES = {Tensor.copy_, Tensor.to, Tensor.cpu, torch.tensor, Tensor.__getitem__,  # by an index
+          torch._has_compatible_shallow_copy_type}  # Module.to asks
+READS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item,
+         Tensor.tolist, Tensor.nonzero, torch.nonzero}
+
+
+class FakeCUDATensor(Tensor):
+    """Stands in for a tensor on a GPU: its numbers are in host memory, and computed there, but
+    under `FakeCUDA` its device is a GPU."""
+
+
+class FakeCUDA(TorchFunctionMode):
+    """As on a GPU, tensors of different devices cannot meet in one operation, and none can be
+    copied between devices while a graph is captured."""
+    host_waits = 0  # how often the host has waited: for numbers, or to hand some over
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if function == Tensor.device.__get__:
+                return device_of(*arguments)
+            return self.compute(function, arguments, options or {})
+
+    def compute(self, function, arguments: tuple, options: dict):
+        tensors = [leaf for leaf in tree_leaves((arguments, options)) if isinstance(leaf, Tensor)]
+        # a number may meet tensors of any device
+        devices = {device_of(tensor) for tensor in tensors
+                   if tensor.dim() or isinstance(tensor, FakeCUDATensor)}
+        target = requested_device(function, arguments, options)
+        if not target:
+            first = [device_of(tensor) for tensor in tensors[:1] if function in COPIES]
+            target = next(iter(first or devices), CPU)
+        if all(device.type != "cuda" for device in devices | {target}):
+            return function(*arguments, **options)
+        crosses = function in COPIES and (devices or {CPU}) != {target}
+        if len(devices) > 1 and not crosses:
+            raise RuntimeError(f"{function}: tensors on {devices}")
+        waits = target == CPU or not options.get("non_blocking")
+        FakeCUDA.host_waits += function in READS or crosses and waits
+        if (crosses or function in READS) and isinstance(_get_current_dispatch_mode(), FakeGraph):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def at_target(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, FakeCUDATensor) and device_of(tensor) == target:
+                return tensor  # changed in place
+            tensor = tensor.clone() if crosses else tensor
+            tensor = tensor.as_subclass(Tensor if target == CPU else FakeCUDATensor)
+            tensor.gpu = target
+            return tensor
+
+        if function is Tensor.to:
+            arguments = [CPU if type(given) in (str, int, torch.device) else given
+                         for given in arguments]
+        options = {name: CPU if name == "device" else given for name, given in options.items()}
+        return tree_map_only(Tensor, at_target, function(*arguments, **options))
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    return getattr(tensor, "gpu", None) or tensor.device
+
+
+def requested_device(function, arguments: tuple, options: dict) -> torch.device | None:
+    """The device that the call names for its result."""
+    named = CPU if function is Tensor.cpu else options.get("device")
+    if function is Tensor.to and len(arguments) > 1:
+        named = arguments[1]
+    if isinstance(named, Tensor):
+        return device_of(named)
+    if named is None or isinstance(named, torch.dtype):
+        return None
+    return torch.device(named)
+
+
+def fake_gpus(free_bytes: int) -> None:
+    """From now on this process, for the rest of its life, has GPUs with so much free memory each.
+    gloo stands in for NCCL, `FakeGraph` for a CUDA graph."""
+    torch.cuda.mem_get_info = lambda _: (free_bytes, 2 ** 36)
+    if torch.cuda.CUDAGraph is FakeGraph:
+        return
+    new_gloo_group = dist.new_group
+    place_parts = accelerate.infer_auto_device_map
+    dist.new_group = lambda ranks, timeout, backend: new_gloo_group(ranks)
+    accelerate.infer_auto_device_map = lambda *arguments, **options: {  # a bare number is a GPU
+        part: f"cuda:{gpu}" if isinstance(gpu, int) else gpu
+        for part, gpu in place_parts(*arguments, **options).items()}
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new ones
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode holds for one thread
+    FakeCUDA().__enter__()
+    for name, value in FAKES.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.set_device = lambda _: None
+
+
+# ---- who computes where ----
+
+# GPUs, (mode, world size, ranks here, rank, local rank); device, the target's GPUs, threads
+PLACEMENTS = {
+    "no GPU, alone": (0, ("sd", 1, 1, 0, 0), "cpu", [], 8),
+    "no GPU, target": (0, ("ssd", 2, 2, 0, 0), "cpu", [], 7),
+    "no GPU, draft": (0, ("ssd", 2, 2, 1, 1), "cpu", [], 1),
+    "no GPU, second of two ranks that share": (0, ("ssd", 3, 3, 1, 1), "cpu", [], 3),
+    "no GPU, two that share": (0, ("ar", 2, 2, 1, 1), "cpu", [], 4),
+    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), "cuda:0", [0], 1),
+    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), "cpu", [0], 7),
+    "one GPU, draft beside a share": (1, ("ssd", 3, 3, 2, 2), "cpu", [], 1),
+    "one GPU, share beside the draft": (1, ("ssd", 3, 3, 1, 1), "cpu", [], 6),
+    "five GPUs, two ranks": (5, ("ssd", 2, 2, 0, 0), "cuda:0", [0, 2, 3, 4], 1),
+    "five GPUs, five ranks": (5, ("ssd", 5, 5, 3, 3), "cuda:3", [], 1),
+    "two machines, draft": (0, ("ssd", 2, 1, 1, 0), "cpu", [], 8),
+    "two machines, share far from the draft": (0, ("ssd", 4, 2, 1, 1), "cpu", [], 4),
+    "two machines with GPUs": (8, ("ssd", 2, 1, 1, 0), "cuda:0", list(range(8)), 1)}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_rank_finds_its_place(name, monkeypatch):
+    """On a machine of 8 cores. The devices need not exist: this decides where to compute, and
+    computes nothing."""
+    num_gpus, (mode, *environment), *expected = PLACEMENTS[name]
+    variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    for variable, value in zip(variables, environment):
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16 if logical else 8)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    found = Placement(Settings(), mode)
+    assert [str(found.device), found.target_gpus, found.threads] == expected
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
+    dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=found))
+    assert dtype == (torch.float32 if "cpu" in expected else torch.bfloat16)
+    assert str(Placement(Settings(device="cpu"), mode).device) == "cpu"
+    assert Placement(Settings(pace=(60, 8)), mode).threads == 1
+
+
+def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
+    """A rank's job: the devices of all ranks; and the groups connected by joining, each with the
+    device that was current then: NCCL takes that one."""
+    zeros = torch.zeros
+    new_group = dist.new_group
+    current = []
+    connected = []
+    names = {}
+
+    def named_group(ranks, timeout, backend):
+        assert timeout.days, "another rank may download the target meanwhile"
+        group = new_group(ranks)
+        names[group] = f"{backend} {ranks}"
+        return group
+
+    torch.zeros = lambda *shape, device, **options: zeros(*shape, **options)
+    torch.cuda.device_count = lambda: num_gpus
+    torch.cuda.set_device = current.append
+    dist.new_group = named_group
+    dist.all_reduce = lambda tensor, group: connected.append(f"{names[group]} {current[0]}")
+    found = Placement(Settings(), "ssd")
+    found.join()
+    return found.devices, connected
+
+
+def test_joining_connects_the_gpus_and_tells_the_devices():
+    assert in_ranks(2, join_with_gpus, 1) == [(["cuda:0", "cpu"], [])] * 2
+    devices = ["cuda:0", "cuda:1", "cuda:2"]
+    assert in_ranks(3, join_with_gpus, 3) == [
+        (devices, ["nccl [0, 1, 2] cuda:0", "nccl [0, 1] cuda:0"]),
+        (devices, ["nccl [0, 1, 2] cuda:1", "nccl [0, 1] cuda:1"]),
+        (devices, ["nccl [0, 1, 2] cuda:2"])]
+
+
+@pytest.mark.parametrize("share, device", ((0.83, "cpu"), (0.87, "sequential")))
+def test_a_target_that_fits_on_one_gpu_is_not_spread(share, device, monkeypatch):
+    """`share` of the GPU's free memory is what its weights take."""
+    job = Job(settings("ar"))
+    job.placement.target_gpus = [0, 1]
+    model = placement.load(job.settings.target, job.target_config, job.dtype, "cpu")
+    free = int(model.get_memory_footprint() / share)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free, 2 * free))
+    monkeypatch.setattr(placement, "load", lambda *given: asked.append(str(given[3])) or model)
+    job.load_target()
+    assert asked == [device]
+
+
+# ---- what costs time once ----
+
+def test_batches_of_a_job_share_buffers_and_graphs():
+    model = CausalLM(random_model())
+    model.room = 34
+    model.allocate(2, 14, 10)
+    kv = model.kv
+    model.allocate(2, 34, 30)
+    assert model.kv is kv and kv.slots == 34
+
+
+def test_a_warm_up_captures_and_changes_nothing():
+    target = random_model()
+    draft = imitation(target, 0.15)
+    choices = dict(mode="sd", temperature=1, max_new_tokens=20)
+    expected = decoder(target, draft, **choices)(RAGGED)
+    made = decoder(target, draft, **choices)
+    models = Models(made.target.model, made.speculator.model, made.context, 40)
+    verified = []
+    causal = models.target.causal
+    models.target.causal = lambda *given, **options: verified.append(1) or causal(*given, **options)
+    saguaro.warm_up(made.settings, models, None, RAGGED)
+    assert len(verified) > cuda_graphs.CAPTURE_FROM + 1, "prefill, round 0, and so many rounds"
+    assert made(RAGGED) == expected
+
+
+def test_the_stopwatch_does_not_wait_for_the_gpu(fake_graphs, monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     watch = Stopwatch(torch.device("cuda"))
@@ -169,116 +335,92 @@ def test_the_stopwatch_does_not_wait_for_the_gpu(monkeypatch):
         with watch("step"):
             time.sleep(0.01)
     assert not waits
-    seconds, count = watch.read()["step"]
-    assert 0.02 <= seconds < 0.2 and count == 2 and watch.read() == {}
-    watch.spans = []
-    with watch("step"):
-        pass
-    assert len(watch.spans) == len(waits) == 1
+    before = time.perf_counter()
+    spans = watch.read()
+    assert [work for work, *_ in spans] == ["step", "step"] and watch.read() == []
+    for _, start, end in spans:
+        assert 0.01 <= end - start < 0.1 and before - 0.2 < start < end <= before + 0.1
 
 
-def test_the_screen_decodes_only_what_is_new(monkeypatch):
-    """And writes the same text, halves of characters included."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
-    tokens = tokenizer("def f(x):\n    return '🦉é' + x  # 🦉\n\n" * 20)["input_ids"]
-    lengths = []
-
-    def decode(part: list[int], **options) -> str:
-        lengths.append(len(part))
-        return tokenizer.decode(part, **options)
-
-    job = Job(Settings(), ["x"])
-    job.tokenizer = SimpleNamespace(decode=decode)
-    display = screen.Display(job)
-    written = []
-    monkeypatch.setattr(display, "write", lambda text, style: written.append(text))
-    position = 0
-    for count in torch.randint(1, 6, (len(tokens),), generator=torch.manual_seed(0)).tolist():
-        display.show(0, tokens[position:position + count], PRIMARY)
-        position += count
-    display.stream([], display.PLAIN, last=True)
-    assert "".join(written) == tokenizer.decode(tokens) and "🦉é" in "".join(written)
-    assert max(lengths) < 20 < len(tokens)
-
-
-# ---- a target that several ranks share ----
-
-class FakeGraph(TorchDispatchMode):
-    """Stands in for a CUDA graph: repeats the operations of a pass on the tensors that they took
-    and gave. All-reduces are captured only, and wait for no other rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def pool(self) -> None:
-        return None
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        given = operation(*arguments, **options or {})
-        self.operations.append((operation, arguments, options or {}, given))
-        return given
-
-    def replay(self) -> None:
-        for operation, arguments, options, given in self.operations:
-            again = operation(*arguments, **options)
-            for old, new in zip(tree_leaves(given), tree_leaves(again)):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)  # else: a view, or in place
+def count_host_waits() -> list[list[int]]:
+    """A rank's job: how often the host waits for the GPU, greedy and sampled, in a verification;
+    and from the outcome of another to the draft's answer, a hit."""
+    fake_gpus(2 ** 36)
+    model = copy.deepcopy(random_model()).to("cuda:0")
+    found = []
+    for temperature in (0, 1):
+        made = decoder(model, model, temperature=temperature, public_noise=True)
+        record = run_rounds(made, RAGGED[:1], 2)
+        speculation = made.speculator.speculate(*record[-1])
+        before = FakeCUDA.host_waits
+        outcome = made.target.verify(speculation)
+        verified = FakeCUDA.host_waits
+        made.target.advance(outcome)
+        draft = made.speculator.draft
+        cache = draft.pre_speculate(speculation)
+        guessed = FakeCUDA.host_waits
+        outcome = Outcome(cache.guesses.num_accepted[:, 0], cache.guesses.bonus[:, 0])
+        assert draft.speculate(speculation, outcome, cache).source == PRIMARY
+        found.append([verified - before, guessed - verified, FakeCUDA.host_waits - guessed])
+    return found
 
 
-    @contextmanager
-    def capture(self, *_, **__):
-        all_reduce = dist.all_reduce
-        dist.all_reduce = lambda tensor, group: self.operations.append(
-            (all_reduce, (tensor,), {"group": group}, None))
-        with self:
-            yield
-        dist.all_reduce = all_reduce
+def test_how_often_the_host_waits_for_the_gpu():
+    """For a verdict; for what the cache is made of; for the tokens of the last speculation."""
+    assert in_ranks(1, count_host_waits) == [[[1, 1, 1]] * 2]
 
 
-def refuse(*_, **__):
-    raise RuntimeError("not permitted")
+# ---- CUDA graphs ----
 
-
-def captured_shares(folder: Path, trouble: str) -> tuple[list, int, bool]:
-    """A rank's job: logits of five passes, how many of them were replayed, and whether the rank
-    still captures. Rank 1 has the trouble."""
-    dist.init_process_group("gloo")
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    torch.cuda.CUDAGraph = FakeGraph
-    torch.cuda.Stream = torch.cuda.current_stream = lambda: stream
-    torch.cuda.stream = lambda _: nullcontext()
-    torch.cuda.graph = FakeGraph.capture
-    replays = []
-    replay = FakeGraph.replay
-    FakeGraph.replay = lambda graph: replays.append(1) or replay(graph)
-    if dist.get_rank() == 1 and trouble == "capture":
-        torch.cuda.graph = refuse
-    if dist.get_rank() == 1 and trouble == "replay":
-        FakeGraph.replay = lambda graph: replay(graph) or graph.operations[-1][3].add_(1)
-    config = AutoConfig.from_pretrained(folder)
-    share = load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD)
-    model = CausalLM(share)
-    model.forward_fn = cuda_graphs.GraphRunner(model, dist.group.WORLD)
-    model.allocate(2, 8, 8)
-    start = torch.zeros(2, dtype=torch.long)
-    logits = [model.causal(TOKENS, start).tolist() for _ in range(5)]
-    return logits, len(replays), model.forward_fn != model.forward_eager
+def write(made: Decoder, prompts: list[list[int]], count: int) -> list[list[int]]:
+    made.settings.max_new_tokens = count
+    return made(prompts)
 
 
 @slow
-@pytest.mark.parametrize("trouble", ("", "capture", "replay"))
-def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path):
+def test_captured_passes_write_the_same_text(fake_graphs, monkeypatch):
+    """In batches of other rows and in other buffers, which other graphs must serve; and in the same
+    buffers for longer texts than those that were captured."""
+    monkeypatch.setattr(FakeGraph, "captures", 0)
+    monkeypatch.setattr(FakeGraph, "replays", 0)
     model = random_model()
-    model.save_pretrained(tmp_path)
-    with torch.inference_mode():
-        whole = model(TOKENS, use_cache=False).logits
-    for logits, replays, captures in in_ranks(2, captured_shares, tmp_path, trouble):
-        for each in logits:
-            torch.testing.assert_close(torch.tensor(each).double(), whole, rtol=1e-5, atol=1e-5)
-        assert captures == (not trouble)
-        assert replays == 4 or trouble, "one on trial, and the third to fifth pass"
+    draft = imitation(model, 0.15)
+    eager = decoder(model, draft)
+    graphs = decoder(model, draft)
+    models = graphs.target.model, graphs.speculator.draft.model
+    for model in models:
+        model.forward_fn = cuda_graphs.GraphRunner(model)
+    longer = [([[7] * 30], 2), (RAGGED[:1], 18), (RAGGED[2:3], 18)]
+    for prompts, count in longer + [(prompts, 18) for prompts in (RAGGED, *[RAGGED[:1]] * 4)]:
+        before = FakeGraph.captures
+        assert write(graphs, prompts, count) == write(eager, prompts, count)
+    assert FakeGraph.captures == before, "the last batch was decoded before: nothing is new"
+    assert before > 4 and FakeGraph.replays > 3 * before
+    assert all(isinstance(model.forward_fn, cuda_graphs.GraphRunner) for model in models)
+
+
+def refuse(*_, **__):
+    raise RuntimeError("operation not permitted")
+
+
+def replay_wrongly(graph: FakeGraph, replay=FakeGraph.replay) -> None:
+    replay(graph)
+    *_, output = graph.operations[-1]
+    output.add_(1)
+
+
+@pytest.mark.parametrize("replay, reason", (
+    (refuse, "operation not permitted"),
+    (lambda graph: None, "the captured pass gives other logits"),  # nothing was captured
+    (replay_wrongly, "the captured pass gives other logits")))
+def test_what_cannot_be_captured_runs_eagerly(replay, reason, fake_graphs, monkeypatch, capsys):
+    monkeypatch.setattr(FakeGraph, "replay", replay)
+    made = decoder(random_model(), mode="ar")
+    model = made.target.model
+    model.forward_fn = cuda_graphs.GraphRunner(model)
+    assert write(made, [[1, 2]], 20) == greedy_reference(random_model(), [[1, 2]], 20)
+    assert model.forward_fn == model.forward_eager
+    assert capsys.readouterr().err.count(f"run eagerly: {reason}") == 1
 
 
 def test_graphs_end_before_the_communicators_that_they_use(monkeypatch):
@@ -298,54 +440,127 @@ def test_graphs_end_before_the_communicators_that_they_use(monkeypatch):
     assert destroyed == [None]
 
 
-FAMILIES = {"gpt_neox": {}, "mistral": {}, "llama": dict(tie_word_embeddings=True),
-            "gemma2": {}, "olmo2": {}, "phi": {}, "qwen3": dict(head_dim=8)}
+# ---- a target that several ranks share ----
+
+SHARED = {"llama": dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+          "qwen3": dict(head_dim=8), "qwen2": {}, "olmo2": {}, "gpt_neox": {}, "mistral": {},
+          "gemma2": {}, "phi": {}}
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+
+
+def uneven(model):
+    """A copy whose biases are not 0 and whose norms are not 1."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.3 * torch.randn_like(weight)
+    return model
+
+
+def load_share(folder: Path) -> CausalLM:
+    config = AutoConfig.from_pretrained(folder)
+    share = load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD)
+    return CausalLM(share)
+
+
+def logits_of(model: CausalLM, passes: int = 1) -> list[list]:
+    """The logits of TOKENS by every pass."""
+    model.allocate(2, 8, 8)
+    start = torch.zeros(2, dtype=torch.long)
+    return [model.causal(TOKENS, start).tolist() for _ in range(passes)]
+
+
+def assert_logits_are_those_of(model, logits: list[list]) -> None:
+    with torch.inference_mode():
+        whole = model(TOKENS, use_cache=False).logits
+    found = torch.tensor(logits).double()
+    torch.testing.assert_close(found, whole.expand_as(found), rtol=1e-5, atol=1e-5)
 
 
 def logits_of_shares(folders: list[Path]) -> list[list]:
-    """A rank's job: for every checkpoint the logits of TOKENS."""
+    """A rank's job: for every checkpoint the logits of this rank."""
     dist.init_process_group("gloo")
-    results = []
+    found = []
     for folder in folders:
-        config = AutoConfig.from_pretrained(folder)
-        model = CausalLM(
-            load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD))
-        model.allocate(2, 8, 8)
-        results.append(model.causal(TOKENS, torch.zeros(2, dtype=torch.long)).tolist())
-    return results
+        share = load_share(folder)
+        whole = AutoModelForCausalLM.from_config(share.model.config)
+        assert share.model.num_parameters() < 0.8 * whole.num_parameters()
+        found.append(logits_of(share))
+    return found
 
 
-def test_shares_are_read_whatever_transformers_calls_the_weights_in_the_file(tmp_path):
-    models = {}
-    for family, changes in FAMILIES.items():
-        model = copy.deepcopy(random_model(family, **dict(num_key_value_heads=2) | changes))
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.ndim == 1:  # else biases are 0, and norms 1
-                    weight += 0.3 * torch.randn_like(weight)
-        model.save_pretrained(tmp_path / family, max_shard_size="20KB")
-        models[family] = model
-    found = in_ranks(2, logits_of_shares, [tmp_path / family for family in models])
-    for model, *both in zip(models.values(), *found):
-        with torch.inference_mode():
-            whole = model(TOKENS, use_cache=False).logits
-        for logits in both:
-            torch.testing.assert_close(torch.tensor(logits).double(), whole, rtol=1e-5, atol=1e-5)
+def test_two_shares_of_a_target_give_the_logits_of_the_whole(tmp_path):
+    """Whatever transformers calls the weights in the file."""
+    models = [uneven(random_model(family, **dict(num_key_value_heads=2) | changes))
+              for family, changes in SHARED.items()]
+    folders = [tmp_path / family for family in SHARED]
+    for model, folder in zip(models, folders):
+        model.save_pretrained(folder, max_shard_size="20KB")  # several files
+    for found in in_ranks(2, logits_of_shares, folders):
+        for model, logits in zip(models, found):
+            assert_logits_are_those_of(model, logits)
 
 
-def test_weights_that_are_made_from_others_are_refused_before_any_is_read(tmp_path, monkeypatch):
-    """As those of HRM: a file has q, k and v in one piece."""
-    from transformers.core_model_loading import Chunk, WeightConverter
-    from runtime import tensor_parallel
+def captured_shares(folder: Path, trouble: str) -> tuple[list, int, bool]:
+    """A rank's job: logits of five passes, how many were replayed, and whether the rank still
+    captures. Rank 1 has the trouble."""
+    dist.init_process_group("gloo")
+    for name, value in FAKES.items():
+        setattr(torch.cuda, name, value)
+    if dist.get_rank() == 1 and trouble == "capture":
+        torch.cuda.graph = refuse
+    if dist.get_rank() == 1 and trouble == "replay":
+        FakeGraph.replay = replay_wrongly
+    model = load_share(folder)
+    model.forward_fn = cuda_graphs.GraphRunner(model, dist.group.WORLD)
+    return logits_of(model, passes=5), FakeGraph.replays, model.forward_fn != model.forward_eager
 
+
+@slow
+@pytest.mark.parametrize("trouble", ("", "capture", "replay"))
+def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path):
     random_model().save_pretrained(tmp_path)
+    for logits, replays, captures in in_ranks(2, captured_shares, tmp_path, trouble):
+        assert_logits_are_those_of(random_model(), logits)
+        assert captures == (not trouble)
+        assert replays == 4 or trouble, "one on trial, and the third to fifth pass"
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """This process is a group of one; a folder."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield tmp_path
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_not_loaded_in_shares(one_rank):
+    weights = random_model().state_dict()
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    random_model().save_pretrained(one_rank, state_dict=weights)
+    with pytest.raises(UserError, match="in shares: .* lack model.layers.0.mlp.up"):
+        load_share(one_rank)
+
+
+def test_weights_that_are_made_from_others_are_refused_before_any_is_read(one_rank, monkeypatch):
+    """As those of HRM: a file has q, k and v in one piece."""
+    random_model().save_pretrained(one_rank)
     rule = WeightConverter("mlp.up_proj.weight", ["mlp.a.weight", "mlp.b.weight"], [Chunk(dim=0)])
     monkeypatch.setattr(tensor_parallel, "get_model_conversion_mapping", lambda model: [rule])
     monkeypatch.setattr(tensor_parallel, "read_share", None)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        with pytest.raises(UserError, match="in shares: .*up_proj.weight is not a weight"):
-            load_sharded(str(tmp_path), random_model().config, torch.float64, "cpu",
-                         dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(UserError, match="in shares: .*up_proj.weight is not a weight"):
+        load_share(one_rank)
+
+
+@pytest.mark.parametrize("changes", ({}, dict(tie_word_embeddings=True)), ids=str)
+def test_a_larger_body_computes_the_same_function(changes):
+    small = uneven(random_model(**changes))
+    large = enlarge(small, hidden_size=96, num_hidden_layers=3, num_attention_heads=12,
+                    num_key_value_heads=4, head_dim=24, intermediate_size=90)
+    assert large.num_parameters() > 5 * small.num_parameters()
+    tokens = torch.randint(40, (2, 30))
+    with torch.inference_mode():  # the rotation is in float32
+        torch.testing.assert_close(large(tokens).logits, small(tokens).logits, rtol=0, atol=1e-5)
+    with pytest.raises(SystemExit, match="--source"):
+        enlarge(large, hidden_size=48)
