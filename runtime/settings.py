@@ -179,8 +179,7 @@ def check_value(f, value) -> None:
 
 @dataclass
 class Settings(DecodingSettings):
-    """Speculative speculative decoding: while the target verifies, the draft prepares for the
-    likely outcomes."""
+    """Speculative speculative decoding: while the target verifies, the draft works ahead."""
     EXAMPLES = """\
 examples:
   python saguaro.py                                       the embedded pair, SSD, greedy
@@ -318,8 +317,8 @@ def in_standard_input(settings: DecodingSettings) -> bool:
 
 
 def read_prompts(settings: DecodingSettings) -> list[str]:
-    """The texts to continue: --prompt, standard input, the lines of --prompts, or the first
-    embedded prompt."""
+    """The texts to continue: --prompt, standard input, the lines of --prompts, or tiny/prompt.txt.
+    """
     path = getattr(settings, "prompts", None)
     if in_standard_input(settings):
         texts = [sys.stdin.buffer.read().decode("utf-8", "surrogateescape")]
@@ -328,7 +327,7 @@ def read_prompts(settings: DecodingSettings) -> list[str]:
     elif path is not None:
         texts = read_json_lines(path)
     else:
-        texts = read_json_lines(str(TINY / "prompts.jsonl"))[:1]
+        texts = [(TINY / "prompt.txt").read_text("utf-8")]
     for number, text in enumerate(texts, start=1):
         if not text:
             raise UserError(f"prompt {number} of {len(texts)} is empty")
