@@ -25,8 +25,9 @@ import threading
 import time
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
 
@@ -238,6 +239,26 @@ def test_prompt_files_are_split_at_newlines_only_and_may_begin_with_a_byte_order
 def test_prompts_may_stand_without_their_flag():
     assert parse(Settings, ["def f(x):", "x"]).prompt == ("def f(x):", "x")
     assert parse(Settings, ["--mode", "ar", "x"]).prompt == ("x",)
+
+
+def with_standard_input(commands: list[tuple]) -> list[tuple[int, str]]:
+    """A rank's job: there is a prompt in standard input, for the first rank to read."""
+    text = b"def f(x):" if os.environ["RANK"] == "0" else b"read by another rank"
+    sys.stdin = SimpleNamespace(buffer=BytesIO(text))
+    return obey_in_rank(commands)
+
+
+def test_a_prompt_may_stand_in_standard_input(pair, tmp_path):
+    models = pair[:pair.index("--prompt")]
+    words = ["--mode", "ssd", "--max-new-tokens", 12, "--json"]
+    results, _ = obey_in_ranks(2, [
+        (CPUS, ["saguaro.py", "-", *models, *words, tmp_path / "read"]),
+        (CPUS, ["saguaro.py", "def f(x):", *models, *words, tmp_path / "given"])],
+        with_standard_input)
+    assert [status for status, _ in results] == [0, 0], results
+    found, expected = (read(tmp_path / name) for name in ("read", "given"))
+    assert found["outputs"] == expected["outputs"]
+    assert found["stats"]["bonus_ranks"] == expected["stats"]["bonus_ranks"], "the draft's prompt"
 
 
 def test_help_names_every_option_with_its_group_default_and_choices(capsys):
