@@ -45,6 +45,7 @@ from runtime.screen import Stats
 from saguaro import Decoder, warm_up
 
 SLOWER = {1: 1, 2: 2, 4: 3, 8: 6, 12: 9}  # the pace that two cores can keep, by batch size
+LOOKAHEADS = (3, 4, 5, 6)  # among which each line of the comparison has its best
 PAPER = {("SSD", 0): "1.58 x SD, 4.68 x AR"}  # 70B / 1B, mean of four data sets
 COLUMNS = ("lookahead", "tokens/s", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit",
            "E_miss", "T_v in ms", "T_p", "T_b", "verifier_utilisation", "measured / Theorem 7",
@@ -185,36 +186,47 @@ def theorem_7(f: Figures, T_v: float, T_p: float | None, T_b: float | None,
 
 # ---- the comparison ----
 
-def lines_to_compare(paced: bool, temperature: float) -> dict[str, tuple[dict, tuple[int, ...]]]:
-    """By name: changes of settings, and the lookaheads among which each line has its best."""
-    lines = {"AR": ({"mode": "ar"}, (1,))}
-    if not paced:  # a row for each K; on shared cores SSD wants a smaller tree
-        lines |= {f"SD, K = {K}": ({"mode": "sd"}, (K,)) for K in (3, 4)}
-        return lines | {f"SSD, K = {K}": ({"budget": 12}, (K,)) for K in (3, 4)}
-    lines["SD"] = ({"mode": "sd"}, (3, 4, 5))
-    lines["SSD"] = ({"budget": 24}, (4, 5, 6))
-    lines["SSD, budget 64"] = ({"budget": 64}, (4, 5))
-    lines["SSD, look-up backup"] = ({"budget": 24, "backup": "lookup"}, (4, 5, 6))
+def lines_to_compare(paced: bool, temperature: float) -> dict[str, dict[str, Any]]:
+    """Changes of settings, by name."""
+    lines = {"AR": {"mode": "ar"}, "SD": {"mode": "sd"}, "SSD": {}}
+    if not paced:  # with the K and the budget of the command line
+        return lines
+    lines["SSD"] = {"budget": 24}
+    lines["SSD, budget 64"] = {"budget": 64}
+    lines["SSD, look-up backup"] = {"budget": 24, "backup": "lookup"}
     if temperature:
-        lines["SSD, budget 64, C = 0.75"] = ({"budget": 64, "downweight": 0.75}, (4, 5))
-        lines["SSD, public noise"] = ({"budget": 24, "public_noise": True}, (4, 5, 6))
+        lines["SSD, budget 64, C = 0.75"] = {"budget": 64, "downweight": 0.75}
+        lines["SSD, public noise"] = {"budget": 24, "public_noise": True}
     return lines
 
 
+def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
+    """The K with which these settings are fastest, by Theorem 7 with the pace as given. All else is
+    counted, and decoded unpaced: so the choice is the same in every launch."""
+    target, draft = bench.settings.pace
+    unpaced = changes | {"pace": (0.0, 0.0)}
+    points = [Point("", K, unpaced | {"lookahead": K}) for K in LOOKAHEADS]
+    speeds = {}
+    for K, f in zip(LOOKAHEADS, bench.measure(points)):
+        T_b = K * draft / target if f.get("backup") == "neural" else 0.0
+        speeds[K] = theorem_7(f, target, (K + 1) * draft / target, T_b)
+    return max(speeds, key=speeds.get)
+
+
 def comparison(bench: Bench, temperature: float) -> list[Figures]:
-    """AR, SD and SSD, each with its best K. All that were tried are in the results."""
+    """AR, SD and SSD, each with its best K."""
+    settings = bench.settings
+    paced = any(settings.pace)
     points = []
-    lines = lines_to_compare(any(bench.settings.pace), temperature)
-    for name, (changes, lookaheads) in lines.items():
-        for K in lookaheads[-1:] if bench.settings.quick else lookaheads:
-            changes = changes | {"temperature": temperature, "lookahead": K}
-            points.append(Point(name, temperature, changes))
+    for name, changes in lines_to_compare(paced, temperature).items():
+        changes["temperature"] = temperature
+        changes["lookahead"] = settings.lookahead
+        if paced and not settings.quick:
+            changes["lookahead"] = best_lookahead(bench, changes)
+        points.append(Point(name, temperature, changes))
     found = bench.measure(points)
-    best = {}
-    for point, f in zip(points, found):
-        if point.name not in best or f["tokens/s"] > best[point.name]["tokens/s"]:
-            best[point.name] = f
-    sd = max((best[name] for name in best if name.startswith("SD")), key=lambda f: f["tokens/s"])
+    best = {point.name: f for point, f in zip(points, found)}
+    sd = best["SD"]
     load = bench.used_by_others()
     if bench.leads:
         rows = [[name, f["tokens/s"], f["tokens/s"] / best["AR"]["tokens/s"],

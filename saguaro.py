@@ -44,18 +44,23 @@ from sampling import PublicNoise, Sampler
 from target_worker import TargetWorker
 
 
-def decode(target: TargetWorker, speculator, sequences: "Sequences") -> None:
+def decode(target: TargetWorker, speculator, sequences: "Sequences",
+           channel: "Channel | None" = None) -> None:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference."""
+    loop; who drafts, and when, is the only difference. `channel`: to other ranks, if there are
+    any."""
     speculator.start(sequences.prompts, sequences.max_length)
     speculation = Speculation.empty(len(sequences.prompts))
     outcome = target.prefill(sequences.prompts, sequences.max_length, speculator.lookahead)
     while True:
         outcome = sequences.extend(speculation, outcome)
-        target.advance(outcome)
-        speculation = speculator.speculate(speculation, outcome)
+        if channel:
+            channel.send_outcome(outcome)
+        sequences.show()  # while the draft's rank answers
         if outcome.finished.all():
             return
+        target.advance(outcome)
+        speculation = speculator.speculate(speculation, outcome)
         outcome = target.verify(speculation)
 
 
@@ -92,7 +97,7 @@ class Sequences:
     def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
                  stats: Stats, on_tokens: Callable[[int, list[int], int], None]):
         """A text ends with an `eos` token, after `max_new_tokens`, or at the model's `context`.
-        `on_tokens(row, new_tokens, source)` is called in every round; `stats` is added to."""
+        `on_tokens(row, new_tokens, source)` is called by `show`; `stats` is added to."""
         self.prompts = prompts
         self.eos = eos
         self.stats = stats
@@ -112,10 +117,11 @@ class Sequences:
         bonus = outcome.bonus.tolist()
         source = speculation.source.tolist()
         rows = [row for row, active in enumerate(self.active) if active]
-        num_kept = []
+        self.latest = []
         for row in rows:
             new_tokens = drafted[row][:num_accepted[row]] + [bonus[row]]
-            num_kept.append(self.extend_row(row, new_tokens, source[row]))
+            self.latest.append((row, self.extend_row(row, new_tokens), source[row]))
+        num_kept = [len(new_tokens) for _, new_tokens, _ in self.latest]
         now = time.perf_counter()
         seconds = now - self.last_round
         self.last_round = now
@@ -127,8 +133,8 @@ class Sequences:
         finished = ~torch.tensor(self.active)
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
-    def extend_row(self, row: int, new_tokens: list[int], source: int) -> int:
-        """How many of the tokens are kept: up to the first `eos`, or the end of the room."""
+    def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
+        """Those of the tokens that are kept: up to the first `eos`, or the end of the room."""
         text = self.new_tokens[row]
         for count, token in enumerate(new_tokens, start=1):
             if token in self.eos or len(text) + count == self.max_new[row]:
@@ -136,10 +142,14 @@ class Sequences:
                 self.active[row] = False
                 break
         text += new_tokens
-        self.on_tokens(row, new_tokens, source)
         if interrupted.is_set():
             self.active[row] = False
-        return len(new_tokens)
+        return new_tokens
+
+    def show(self) -> None:
+        """The last round's tokens, to `on_tokens`."""
+        for row, new_tokens, source in self.latest:
+            self.on_tokens(row, new_tokens, source)
 
 
 class Channel:
@@ -166,21 +176,19 @@ class Channel:
         return Outcome(message[:, 0], message[:, 1])
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """By the rank that drafts: source and tokens `[B, 1 + K]`; if sampling q `[B, K, V]`."""
-        source = to_device(speculation.source[:, None], self.device)
-        ids = torch.cat([source, speculation.tokens.to(self.device)], 1)
-        dist.broadcast(ids, self.draft_rank, self.group)
-        if self.q_width:
-            q = speculation.q.to(self.device, self.q_dtype).contiguous()
-            dist.broadcast(q, self.draft_rank, self.group)
+        """By the rank that drafts: source, tokens and q, `[B, 1 + K + K V]`. All are floats, which
+        hold token ids (below 2^24) exactly: a second message would cost a tenth of a round."""
+        parts = (speculation.source[:, None], speculation.tokens, speculation.q.flatten(1))
+        parts = [to_device(part, self.device).to(self.q_dtype) for part in parts]
+        dist.broadcast(torch.cat(parts, 1), self.draft_rank, self.group)
 
     def receive_speculation(self, rows: int) -> Speculation:
-        ids = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
-        q = torch.empty(rows, self.lookahead, self.q_width, dtype=self.q_dtype, device=self.device)
-        dist.broadcast(ids, self.draft_rank, self.group)
-        if self.q_width:
-            dist.broadcast(q, self.draft_rank, self.group)
-        return Speculation(ids[:, 1:], q, ids[:, 0])
+        widths = (1, self.lookahead, self.lookahead * self.q_width)
+        message = torch.empty(rows, sum(widths), dtype=self.q_dtype, device=self.device)
+        dist.broadcast(message, self.draft_rank, self.group)
+        source, tokens, q = message.split(widths, 1)
+        q = q.view(rows, self.lookahead, self.q_width)
+        return Speculation(tokens.long(), q, source[:, 0].long())
 
     def exchange_report(self, report: dict[str, Any] | None) -> dict[str, Any]:
         """The drafting rank's `report`, on all ranks."""
@@ -190,20 +198,17 @@ class Channel:
 
 
 class RemoteSpeculator:
-    """SSD, as rank 0 sees it: another rank drafts."""
+    """SSD, as rank 0 sees it: another rank drafts. It has the same prompts, and `speculation` was
+    its own."""
 
     def __init__(self, channel: Channel):
         self.channel = channel
         self.lookahead = channel.lookahead
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
-        pass  # the draft's rank has the same prompts
+        pass
 
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        """The draft's rank knows `speculation`: it was its own."""
-        self.channel.send_outcome(outcome)
-        if outcome.finished.all():
-            return speculation
         return self.channel.receive_speculation(len(outcome.bonus))
 
 
@@ -231,10 +236,8 @@ class SharedSpeculator:
         self.start = speculator.start
 
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        self.channel.send_outcome(outcome)
         speculation = self.speculator.speculate(speculation, outcome)
-        if not outcome.finished.all():
-            self.channel.send_speculation(speculation)
+        self.channel.send_speculation(speculation)
         return speculation
 
 
@@ -273,9 +276,10 @@ class Decoder:
         if self.alone:
             decode(self.target, self.speculator, sequences)
         elif self.placement.rank == 0 and self.settings.mode == "ssd":
-            decode(self.target, RemoteSpeculator(self.channel), sequences)
+            decode(self.target, RemoteSpeculator(self.channel), sequences, self.channel)
         elif self.placement.rank == 0:
-            decode(self.target, SharedSpeculator(self.channel, self.speculator), sequences)
+            speculator = SharedSpeculator(self.channel, self.speculator)
+            decode(self.target, speculator, sequences, self.channel)
         elif self.placement.holds_draft:
             serve(self.speculator, self.channel, prompts, sequences.max_length)
         else:

@@ -30,8 +30,8 @@ found each time of a thousand (`test_the_statistic_accepts_the_truth_and_sees_tw
 
 Random models stand in for language models: small, in float64 (so that no tie is decided by
 rounding), with large weights (so that their distributions are far from uniform). A draft is its
-target plus noise. SSD runs in one process, where the draft pre-speculates just before it learns the
-outcome (`Simulated`), unless a test says otherwise.
+target plus noise. SSD runs in one process, where the draft pre-speculates before the target
+verifies (`Simulated`), unless a test says otherwise.
 
     python -m pytest                     all of it
     python -m pytest -m "not slow"       an edit loop
@@ -100,17 +100,21 @@ def imitation(target, noise: float):
 
 
 class Simulated:
-    """SSD in one process: the draft pre-speculates just before it learns the outcome."""
+    """SSD in one process: the draft pre-speculates before the target verifies."""
 
     def __init__(self, draft: DraftWorker):
         self.draft = draft
         self.lookahead = draft.lookahead
-        self.start = draft.start
         self.report = draft.report
 
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        self.draft.start(prompts, max_length)
+        self.cache = self.draft.pre_speculate(Speculation.empty(len(prompts)))
+
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        cache = self.draft.pre_speculate(speculation)
-        return self.draft.speculate(speculation, outcome, cache)
+        speculation = self.draft.speculate(speculation, outcome, self.cache)
+        self.cache = self.draft.pre_speculate(speculation)
+        return speculation
 
 
 def settings(mode: str = "ssd", **choices) -> Settings:

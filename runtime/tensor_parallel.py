@@ -22,8 +22,6 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from runtime.settings import UserError, first_line
 
@@ -57,20 +55,24 @@ def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
     with init_empty_weights():  # buffers, which no checkpoint need hold, are computed here
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    absent = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     try:
         files = checkpoint_files(path)
-        names = [names_in_file(file, model, shapes) for file in files]
+        for file in files:
+            with safe_open(file, "pt") as stored:
+                absent -= set(stored.keys())
+        missing = set(absent)
+        model.tie_weights(missing, recompute_mapping=False)  # what it ties is missing no longer
+        if missing:
+            raise ValueError(f"its files have no {min(missing)}, or call it something else; one "
+                             "rank alone can load them")
         split(model, group)
-        missing = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        for file, stored_names in zip(files, names):
-            weights = read_share(file, stored_names, model, shapes, group.rank(), device)
+        for file in files:
+            weights = read_share(file, model, shapes, group.rank(), device)
             model.load_state_dict(weights, strict=False, assign=True)
-            missing -= weights.keys()
-    except (OSError, ValueError, KeyError, SafetensorError) as problem:
+    except (OSError, ValueError, SafetensorError) as problem:
         raise UserError(f"cannot load {path} in shares: {first_line(problem)}") from problem
-    model.tie_weights(missing, recompute_mapping=False)  # what it ties is missing no longer
-    if missing:
-        raise UserError(f"cannot load {path} in shares: its files lack {min(missing)}")
+    model.tie_weights(absent, recompute_mapping=False)
     with suppress(OSError):  # there need not be one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model.to(device)
@@ -109,35 +111,15 @@ def checkpoint_files(path: str) -> list[Path]:
     return [folder / file for file in sorted(set(files))]
 
 
-def names_in_file(path: Path, model: PreTrainedModel,
-                  shapes: dict[str, list[int]]) -> dict[str, str]:
-    """The weights of `model` that a file holds: their names in the model, and in the file (by
-    transformers' own rules: some architectures were renamed). Raises ValueError where more than the
-    name differs."""
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    names = {}
-    with safe_open(path, "pt") as file:
-        for stored in file.keys():
-            name, converter = rename_source_key(stored, renamings, converters,
-                                                model.base_model_prefix, shapes)
-            if converter:
-                raise ValueError(f"{stored} is not a weight of the model, but made into {name}")
-            names[name if name in shapes else stored] = stored
-    return names
-
-
-def read_share(path: Path, names: dict[str, str], model: PreTrainedModel,
-               shapes: dict[str, list[int]], rank: int,
+def read_share(path: Path, model: PreTrainedModel, shapes: dict[str, list[int]], rank: int,
                device: torch.device | str) -> dict[str, torch.Tensor]:
-    """What a file holds of the weights of `model`, by name. `names`: see above; `shapes`: the whole
-    ones', by name. Raises ValueError where the file has another shape."""
+    """What a file holds of the weights of `model`, by name; `shapes`: the whole ones'. Raises
+    ValueError where the file has another shape."""
     weights = {}
     wanted = model.state_dict()
     with safe_open(path, "pt") as file:
-        for name in wanted.keys() & names.keys():
-            stored = file.get_slice(names[name])
+        for name in wanted.keys() & set(file.keys()):
+            stored = file.get_slice(name)
             sizes = wanted[name].shape
             if stored.get_shape() != shapes[name]:
                 raise ValueError(f"{name} is {stored.get_shape()}, not {shapes[name]}")
