@@ -117,7 +117,8 @@ class Bench:
         for rows, start, _, decoder in tqdm(turns, unit="turn", leave=False, disable=silent):
             batch = [self.prompts[(start + row) % len(self.prompts)] for row in range(rows)]
             self.decode(decoder, batch)
-        found = [self.leads and {key: figures_of(decoder) for *_, key, decoder in turns}]
+        decoders = {key: decoder for *_, key, decoder in turns}
+        found = [self.leads and {key: figures_of(decoder) for key, decoder in decoders.items()}]
         dist.broadcast_object_list(found, 0)
         self.measured |= found[0]
         return [self.measured[key] for key in keys]
@@ -208,7 +209,7 @@ def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
     points = [Point("", K, unpaced | {"lookahead": K}) for K in LOOKAHEADS]
     speeds = {}
     for K, f in zip(LOOKAHEADS, bench.measure(points)):
-        T_b = K * draft / target if f.get("backup") == "neural" else 0.0
+        T_b = K * draft / target if f["backup"] == "neural" else 0.0
         speeds[K] = theorem_7(f, target, (K + 1) * draft / target, T_b)
     return max(speeds, key=speeds.get)
 
@@ -221,7 +222,7 @@ def comparison(bench: Bench, temperature: float) -> list[Figures]:
     for name, changes in lines_to_compare(paced, temperature).items():
         changes["temperature"] = temperature
         changes["lookahead"] = settings.lookahead
-        if paced and not settings.quick:
+        if paced and not settings.quick and name != "AR":
             changes["lookahead"] = best_lookahead(bench, changes)
         points.append(Point(name, temperature, changes))
     found = bench.measure(points)

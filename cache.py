@@ -43,7 +43,7 @@ class Speculation(NamedTuple):
     """K drafted tokens per row."""
     tokens: torch.Tensor  # [B, K]
     q: torch.Tensor       # [B, K, V] what they were drawn from; V = 0 when greedy: point masses
-    source: torch.Tensor  # [B] PRIMARY or BACKUP; where it was drafted, in host memory
+    source: torch.Tensor  # [B] PRIMARY or BACKUP; on the rank that drafts, in host memory
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":
@@ -122,7 +122,7 @@ def likely_outcomes(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
     """The outcomes to prepare for: for each k the first F_k bonus tokens, `[B, budget]`.
 
     ranked `[B, K+1, n]`: bonus tokens after k accepted ones, the likeliest first; fan_out
-    `[B, K+1]`, rows of one sum. Where F_k exceeds n, the last guess is repeated.
+    `[B, K+1]`, rows of equal sum. Where F_k exceeds n, the last guess is repeated.
 
     >>> ranked = torch.tensor([[[5, 7, 6], [8, 9, 5]]])
     >>> likely_outcomes(ranked, torch.tensor([[1, 2]]))
@@ -179,7 +179,7 @@ class SpeculationCache(NamedTuple):
         (tensor([[5, 6]]), tensor([True]))
         """
         match = matches(self.guesses, outcome)
-        device = self.tokens.device  # where the host need not wait for the GPU to be free
+        device = self.tokens.device  # so the host does not wait for the GPU
         row = torch.arange(len(match)).to(device, non_blocking=True)
         branch = match.long().argmax(1).to(device, non_blocking=True)
         return self.tokens[row, branch], self.q[row, branch], match.any(1)
@@ -215,8 +215,8 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
 
 def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
                            T_sd: float) -> tuple[float, float]:
-    """Bounds on SSD's speedup over plain SD when its backup is its primary and T_p <= 1 (Cor. 9);
-    with tokens_hit = tokens_sd the lower bound is at least 1 (Cor. 8):
+    """Bounds on SSD's speedup over plain SD (Cor. 9) when its backup is its primary, T_p <= 1 and
+    E_hit <= E_miss <= E_hit (1 + T_SD); with E_hit = E_SD the lower one is at least 1 (Cor. 8):
 
         (1 + T_SD) / (1 + T_SD (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD.
 
@@ -230,8 +230,9 @@ def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
 def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float,
                         tokens_fast: float, T_p: float, T_neural: float, T_fast: float) -> float:
     """b* (Thm. 17): the neural backup has the higher `throughput` below this batch size, the fast
-    one above. 0 if the fast backup is better at every size, infinity if the neural is.
-    `tokens_*`: expected tokens of the round that follows a hit, a neural and a fast backup.
+    one above. 0 if the fast backup is better at every size, infinity if the neural is. Assumes
+    T_fast <= T_neural. `tokens_*`: expected tokens of the round that follows a hit, a neural and a
+    fast backup.
 
     >>> round(critical_batch_size(0.8, 4, 4, 1, T_p=1, T_neural=0.5, T_fast=0), 2)
     1.95
@@ -250,8 +251,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K by Definition 11: F guesses miss with probability
-    F^-r / 2, none with 1.
+    """p_hit of a cache of shape F_0..F_K by Definition 11, which leaves a constant open; with ours,
+    as in `geometric_fan_out`: F guesses miss with probability F^-r / 2, none with 1.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5

@@ -9,7 +9,7 @@ A round of the draft, with K = lookahead:
     speculate(v^T)        hit:  the speculation prepared for this outcome, at once
                           miss: a backup drafts, just in time (section 4.3):
                                 neural  the draft model itself, K passes
-                                lookup  what followed the last words when they stood there before
+                                lookup  what followed the last tokens where they occurred before
                                 random  tokens drawn blindly (the paper's fast backup)
 
 Without `pre_speculate` the same worker is the draft of plain speculative decoding: every round
@@ -26,46 +26,8 @@ from cache import (BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, bonu
 from runtime.model import CausalLM, Stopwatch, to_device
 from sampling import PublicNoise, Sampler, UniformStream
 
-MAX_MATCH = 16  # tokens of a match beyond which prompt look-up takes matches for equally good
+MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
 Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens [..., K], drawn from q [..., K, V]
-
-
-class Tree(NamedTuple):
-    """Where a speculation tree lives: n branches a row, K tokens each, in scratch slots."""
-    positions: torch.Tensor  # [B, n] of each branch's first token, the guessed bonus token
-    slots: torch.Tensor      # [K, n] of the tokens that step i adds
-    visible: torch.Tensor    # [B, n, trunk + K n] the slots that a branch sees in the end
-
-
-def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
-                lookahead: int) -> Tree:
-    """Room for a branch for each of the guesses "k accepted", k = `num_accepted` `[B, n]`.
-
-    A branch sees the trunk up to its own fork (the verified text, `length` `[B]` tokens, and k
-    drafted ones), and itself. The tree begins in slot `trunk`. Two guesses, one for "0 accepted",
-    one for "1", two tokens each, after a text of 3 tokens:
-
-    >>> tree = tree_layout(torch.tensor([3]), torch.tensor([[0, 1]]), trunk=5, lookahead=2)
-    >>> tree.positions.tolist(), tree.slots.tolist()
-    ([[3, 4]], [[5, 6], [7, 8]])
-    >>> tree.visible.int().tolist()
-    [[[1, 1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 0, 1]]]
-    """
-    rows, n = num_accepted.shape
-    fork = length[:, None] + num_accepted
-    slots = trunk + torch.arange(lookahead * n).view(lookahead, n)
-    sees_trunk = torch.arange(trunk) < fork[..., None]
-    sees_itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
-    return Tree(fork, slots, torch.cat([sees_trunk, sees_itself], 2))
-
-
-def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """The next token of every branch: logits `[B, n, V]` after tokens `[B, n]`, number `step` of
-    their branches."""
-    still_empty = tree.slots[step + 1:].numel()
-    visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
-    slots = tree.slots[step].expand(len(tokens), -1)
-    return model.forward(tokens, tree.positions + step, slots, visible)
 
 
 class Plan(NamedTuple):
@@ -94,8 +56,8 @@ class DraftWorker:
         self.model = model
         self.sampler = sampler
         self.plan = plan
-        self.uniforms = [UniformStream(seed, sampling.BRANCHES),  # PRIMARY's
-                         UniformStream(seed, sampling.BACKUPS)]   # BACKUP's
+        self.uniforms = [UniformStream(seed, sampling.BRANCH_STREAM),  # PRIMARY's
+                         UniformStream(seed, sampling.BACKUP_STREAM)]  # BACKUP's
         self.noise = noise
         self.watch = Stopwatch(model.device)
         num_ranks = min(plan.budget, model.vocab_size) + 1
@@ -146,15 +108,17 @@ class DraftWorker:
             uniforms = self.uniforms[PRIMARY].draw(plan.lookahead, *guesses.bonus.shape)
             uniforms = to_device(uniforms, device)
             tokens = to_device(guesses.bonus, device)
-        branches = []
+        branch_tokens = []
+        branch_q = []
         for step in range(plan.lookahead):
             with self.watch("step"):
                 logits = tree_pass(self.model, tree, tokens, step)
                 F = plan.fan_out[PRIMARY][step]
                 tokens, q = self.sampler.sample(logits, uniforms[step], F)
-                branches.append((tokens, q))
-        tokens, q = (torch.stack(parts, 2) for parts in zip(*branches))
-        return SpeculationCache(guesses, tokens, q, ranked)
+                branch_tokens.append(tokens)
+                branch_q.append(q)
+        return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2),
+                                ranked)
 
     def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
         """Put the speculation into the KV, and rank the bonus tokens that may follow: the draft's
@@ -177,8 +141,8 @@ class DraftWorker:
 
     def speculate(self, speculation: Speculation, outcome: Outcome,
                   cache: SpeculationCache | None = None) -> Speculation:
-        """The speculation to follow `outcome`, how the verification of `speculation` ended: from
-        the cache on a hit, from the backup on a miss. One miss makes all rows wait, so the backup
+        """The speculation that follows `outcome`, the result of verifying `speculation`: from the
+        cache on a hit, from the backup on a miss. One miss makes all rows wait, so the backup
         drafts for all; rows that hit keep what was prepared. Without a cache every row misses."""
         self.advance(speculation, outcome)
         cache = cache or self.empty_cache(len(outcome.bonus))
@@ -231,11 +195,50 @@ class DraftWorker:
                     "critical_batch_size": None if b == math.inf else b}}
 
 
+# ---- tree attention: the draft's passes over all branches ----
+
+class Tree(NamedTuple):
+    """Where a speculation tree lives: n branches a row, K tokens each, in scratch slots."""
+    positions: torch.Tensor  # [B, n] of each branch's first token, the guessed bonus token
+    slots: torch.Tensor      # [K, n] of the tokens that step i adds
+    visible: torch.Tensor    # [B, n, trunk + K n] the slots that a branch sees in the end
+
+
+def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
+                lookahead: int) -> Tree:
+    """Room for a branch for each of the guesses "k accepted", k = `num_accepted` `[B, n]`.
+
+    A branch sees the trunk up to its own fork (the verified text, `length` `[B]` tokens, and k
+    drafted ones), and itself. The tree begins in slot `trunk`. Two guesses, one for "0 accepted",
+    one for "1", two tokens each, after a text of 3 tokens:
+
+    >>> tree = tree_layout(torch.tensor([3]), torch.tensor([[0, 1]]), trunk=5, lookahead=2)
+    >>> tree.positions.tolist(), tree.slots.tolist()
+    ([[3, 4]], [[5, 6], [7, 8]])
+    >>> tree.visible.int().tolist()
+    [[[1, 1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 0, 1]]]
+    """
+    rows, n = num_accepted.shape
+    fork = length[:, None] + num_accepted
+    slots = trunk + torch.arange(lookahead * n).view(lookahead, n)
+    sees_trunk = torch.arange(trunk) < fork[..., None]
+    sees_itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
+    return Tree(fork, slots, torch.cat([sees_trunk, sees_itself], 2))
+
+
+def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
+    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next."""
+    still_empty = tree.slots[step + 1:].numel()
+    visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
+    slots = tree.slots[step].expand(len(tokens), -1)
+    return model.forward(tokens, tree.positions + step, slots, visible)
+
+
 # ---- backups (section 4.3): they draft after a miss ----
 
 def neural_backup(draft: DraftWorker) -> Drafted:
-    """The draft model, a pass per token. The first takes the last two verified tokens: after a
-    backup that was accepted as a whole, the KV of the last but one may be missing."""
+    """The draft model, a pass per token. The first reads the last two verified tokens: no pass has
+    read the last token of a backup yet, so where all of it was accepted, its KV is missing."""
     rows = len(draft.text)
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
     uniforms = to_device(uniforms, draft.model.device)
@@ -243,15 +246,16 @@ def neural_backup(draft: DraftWorker) -> Drafted:
     tokens = draft.text.gather(1, start[:, None] + torch.arange(2))
     tokens = to_device(tokens, draft.model.device)
     drafted = []
+    drafted_q = []
     for step in range(draft.lookahead):
         logits = draft.model.causal(tokens, start)[:, -1]
         start = start + tokens.shape[1]
         F = draft.plan.fan_out[BACKUP][step]
         sampled, q = draft.sampler.sample(logits, uniforms[step], F)
-        drafted.append((sampled, q))
+        drafted.append(sampled)
+        drafted_q.append(q)
         tokens = sampled[:, None]
-    tokens, q = (torch.stack(parts, 1) for parts in zip(*drafted))
-    return tokens, q
+    return torch.stack(drafted, 1), torch.stack(drafted_q, 1)
 
 
 def lookup_backup(draft: DraftWorker) -> Drafted:

@@ -3,17 +3,17 @@
     python saguaro.py --help
     torchrun --nproc-per-node 2 saguaro.py
 
-Rank 0 holds the target and decodes; the last rank holds the draft and answers; any between hold
-the target together with rank 0 (tensor parallelism) and follow it. All parse the same command line
-and read the same prompts, so only data travels, in a fixed order and in messages of known size,
-each broadcast to all:
+In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers; any between
+hold the target together with rank 0 (tensor parallelism) and follow it. All parse the same command
+line and read the same prompts, so only data travels, in a fixed order, in messages of known size
+and, after each batch, the draft's report; each is broadcast to all:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
 Algorithm 1                                        here
 -----------                                        ----
-verifier:    receive the speculation s^T           RemoteSpeculator.speculate, called by decode
+verifier:    receive the speculation s^T           Decoder.speculate, called by decode
              verify it                             TargetWorker.verify, sampling.verify
              send the outcome v^T = (k, t*)        Channel.send_outcome
 speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache.likely_outcomes
@@ -36,7 +36,6 @@ import torch.distributed as dist
 
 from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_out_shape
 from draft_worker import DraftWorker, Plan
-from runtime.cuda_graphs import CAPTURE_FROM
 from runtime.model import to_device
 from runtime.placement import Job, Models, Placement
 from runtime.screen import Display, Stats
@@ -44,14 +43,13 @@ from sampling import PublicNoise, Sampler
 from target_worker import TargetWorker
 
 
-def decode(target: TargetWorker, speculator, sequences: "Sequences",
-           channel: "Channel | None" = None) -> None:
+def decode(target: TargetWorker, speculate: Callable[[Speculation, Outcome], Speculation],
+           sequences: "Sequences", lookahead: int, channel: "Channel | None" = None) -> None:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference. `channel`: to other ranks, if there are
-    any."""
-    speculator.start(sequences.prompts, sequences.max_length)
+    loop; who drafts, and when, is the only difference (`Decoder.speculate`). `channel`: to other
+    ranks, if there are any."""
     speculation = Speculation.empty(len(sequences.prompts))
-    outcome = target.prefill(sequences.prompts, sequences.max_length, speculator.lookahead)
+    outcome = target.prefill(sequences.prompts, sequences.max_length, lookahead)
     while True:
         outcome = sequences.extend(speculation, outcome)
         if channel:
@@ -60,7 +58,7 @@ def decode(target: TargetWorker, speculator, sequences: "Sequences",
         if outcome.finished.all():
             return
         target.advance(outcome)
-        speculation = speculator.speculate(speculation, outcome)
+        speculation = speculate(speculation, outcome)
         outcome = target.verify(speculation)
 
 
@@ -103,13 +101,14 @@ class Sequences:
         self.stats = stats
         self.on_tokens = on_tokens
         self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-        self.max_length = max(len(prompt) + room for prompt, room in zip(prompts, self.max_new))
+        self.max_length = max(len(prompt) + max_new
+                              for prompt, max_new in zip(prompts, self.max_new))
         self.new_tokens = [[] for _ in prompts]
         self.active = [True for _ in prompts]
         self.last_round = time.perf_counter()
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
-        """Keep what a round yields; returns its outcome, with k = FINISHED in rows that are."""
+        """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
         lookahead = speculation.tokens.shape[1]
         is_prefill = not any(self.new_tokens)
         drafted = speculation.tokens.tolist()
@@ -134,7 +133,7 @@ class Sequences:
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
-        """Those of the tokens that are kept: up to the first `eos`, or the end of the room."""
+        """Those of the tokens that are kept: up to the first `eos`, or to the length allowed."""
         text = self.new_tokens[row]
         for count, token in enumerate(new_tokens, start=1):
             if token in self.eos or len(text) + count == self.max_new[row]:
@@ -154,8 +153,8 @@ class Sequences:
 
 class Channel:
     """The messages between ranks. Each is broadcast to all, so that any number of ranks may hold
-    the target. Python needs outcomes, so they travel between host memories; speculations are data,
-    and travel from device to device."""
+    the target. Outcomes decide what Python does next, so they travel between host memories;
+    speculations feed the models, so they travel from device to device."""
 
     def __init__(self, placement: Placement, lookahead: int, q_width: int, q_dtype: torch.dtype):
         """`q_width`: V, or 0 when greedy."""
@@ -176,11 +175,13 @@ class Channel:
         return Outcome(message[:, 0], message[:, 1])
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """By the rank that drafts: source, tokens and q, `[B, 1 + K + K V]`. All are floats, which
-        hold token ids (below 2^24) exactly: a second message would cost a tenth of a round."""
-        parts = (speculation.source[:, None], speculation.tokens, speculation.q.flatten(1))
-        parts = [to_device(part, self.device).to(self.q_dtype) for part in parts]
-        dist.broadcast(torch.cat(parts, 1), self.draft_rank, self.group)
+        """By the rank that drafts: source, tokens and q, `[B, 1 + K + K V]`, in one message of
+        floats, which hold token ids (below 2^24) exactly."""
+        device = speculation.q.device
+        source = to_device(speculation.source[:, None], device)
+        parts = (source, speculation.tokens, speculation.q.flatten(1))
+        message = torch.cat([part.to(self.q_dtype) for part in parts], 1)
+        dist.broadcast(message.to(self.device), self.draft_rank, self.group)
 
     def receive_speculation(self, rows: int) -> Speculation:
         widths = (1, self.lookahead, self.lookahead * self.q_width)
@@ -190,55 +191,11 @@ class Channel:
         q = q.view(rows, self.lookahead, self.q_width)
         return Speculation(tokens.long(), q, source[:, 0].long())
 
-    def exchange_report(self, report: dict[str, Any] | None) -> dict[str, Any]:
+    def broadcast_report(self, report: dict[str, Any]) -> dict[str, Any]:
         """The drafting rank's `report`, on all ranks."""
         message = [report]
         dist.broadcast_object_list(message, self.draft_rank)
         return message[0]
-
-
-class RemoteSpeculator:
-    """SSD, as rank 0 sees it: another rank drafts. It has the same prompts, and `speculation` was
-    its own."""
-
-    def __init__(self, channel: Channel):
-        self.channel = channel
-        self.lookahead = channel.lookahead
-
-    def start(self, prompts: list[list[int]], max_length: int) -> None:
-        pass
-
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        return self.channel.receive_speculation(len(outcome.bonus))
-
-
-class NoSpeculator:
-    """Autoregressive decoding: every speculation is empty."""
-    lookahead = 0
-
-    def start(self, prompts: list[list[int]], max_length: int) -> None:
-        pass
-
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        return Speculation.empty(len(outcome.bonus))
-
-    def report(self) -> dict[str, Any]:
-        return {}
-
-
-class SharedSpeculator:
-    """AR or SD where several ranks hold the target: rank 0 drafts, and broadcasts."""
-
-    def __init__(self, channel: Channel, speculator: DraftWorker | NoSpeculator):
-        self.channel = channel
-        self.speculator = speculator
-        self.lookahead = speculator.lookahead
-        self.start = speculator.start
-
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        speculation = self.speculator.speculate(speculation, outcome)
-        self.channel.send_speculation(speculation)
-        return speculation
 
 
 class Decoder:
@@ -252,18 +209,18 @@ class Decoder:
         self.context = models.context
         self.stats = Stats()
         self.target, self.speculator = workers(settings, models)
+        self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         self.eos = []
         if models.target and not settings.ignore_eos:
             self.eos = models.target.eos_tokens
-        self.alone = placement is None or placement.world_size == 1
-        if self.alone and settings.mode == "ssd":
-            raise UserError("--mode ssd needs two processes: start saguaro.py with python or "
-                            "torchrun")
-        if not self.alone:
-            lookahead = settings.lookahead if settings.mode != "ar" else 0
+        self.channel = None
+        if placement and placement.world_size > 1:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            self.channel = Channel(placement, lookahead, q_width, q_dtype)
+            self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
+        elif settings.mode == "ssd":
+            raise UserError("--mode ssd needs two processes: start saguaro.py with python or "
+                            "torchrun")
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
@@ -272,30 +229,38 @@ class Decoder:
         `Sequences`."""
         sequences = Sequences(prompts, self.settings.max_new_tokens, self.context, self.eos,
                               self.stats, on_tokens)
-        report = None
-        if self.alone:
-            decode(self.target, self.speculator, sequences)
-        elif self.placement.rank == 0 and self.settings.mode == "ssd":
-            decode(self.target, RemoteSpeculator(self.channel), sequences, self.channel)
-        elif self.placement.rank == 0:
-            speculator = SharedSpeculator(self.channel, self.speculator)
-            decode(self.target, speculator, sequences, self.channel)
+        if self.channel is None or self.placement.rank == 0:
+            if self.speculator:
+                self.speculator.start(prompts, sequences.max_length)
+            decode(self.target, self.speculate, sequences, self.lookahead, self.channel)
         elif self.placement.holds_draft:
             serve(self.speculator, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        if self.speculator:
-            report = self.speculator.report()
-        if not self.alone:
-            report = self.channel.exchange_report(report)
+        report = self.speculator.report() if self.speculator else {}
+        if self.channel:
+            report = self.channel.broadcast_report(report)
         self.stats.add(**report)
         if self.target:
             self.stats.add(self.target.watch.read(), self.target.model.pace.read())
         return sequences.new_tokens
 
+    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+        """What rank 0 verifies next: drafted by another rank (ssd), here (sd), or empty (ar)."""
+        if self.settings.mode == "ssd":
+            return self.channel.receive_speculation(len(outcome.bonus))
+        if self.settings.mode == "sd":
+            speculation = self.speculator.speculate(speculation, outcome)
+        else:
+            speculation = Speculation.empty(len(outcome.bonus))
+        if self.channel:  # other ranks hold the target, too
+            self.channel.send_speculation(speculation)
+        return speculation
 
-def workers(settings: Settings, models: Models) -> tuple[TargetWorker | None, Any]:
-    """The verifier, and the speculator that this rank runs, or None."""
+
+def workers(settings: Settings,
+            models: Models) -> tuple[TargetWorker | None, DraftWorker | None]:
+    """The verifier and the speculator that this rank runs."""
     def noise() -> PublicNoise | None:
         on = settings.public_noise and settings.temperature > 0
         return PublicNoise(settings.seed) if on else None
@@ -304,9 +269,7 @@ def workers(settings: Settings, models: Models) -> tuple[TargetWorker | None, An
     target = speculator = None
     if models.target:
         target = TargetWorker(models.target, Sampler(*sampling), settings.seed, noise())
-    if settings.mode == "ar":
-        speculator = NoSpeculator()
-    elif models.draft:
+    if models.draft and settings.mode != "ar":
         downweight = settings.downweight if settings.mode == "ssd" else 1.0  # only a cache gains
         sampler = Sampler(*sampling, downweight)
         speculator = DraftWorker(models.draft, sampler, settings.seed, plan(settings), noise())
@@ -331,11 +294,11 @@ def plan(settings: Settings) -> Plan:
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds that are not counted: on GPUs libraries start at their first use, and
-    passes are captured at their third."""
-    rounds = CAPTURE_FROM + 1
-    few = replace(settings, max_new_tokens=rounds * (settings.lookahead + 1), ignore_eos=True)
-    Decoder(few, models, placement)(prompts[:settings.batch_size])
+    """Decode a few rounds that are not counted: on GPUs libraries start, and passes are captured,
+    at their first use."""
+    few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
+    short = replace(settings, max_new_tokens=few, ignore_eos=True)
+    Decoder(short, models, placement)(prompts[:settings.batch_size])
 
 
 def main(settings: Settings) -> None:

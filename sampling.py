@@ -7,7 +7,7 @@ A token s drawn from q is
     residual                    r(x) = max(p(x) - q(x), 0) / sum_y max(p(y) - q(y), 0),
 
 and then q(s) accept(s) + P(reject) r(s) = p(s), *whatever q is*, as long as q is what s was really
-drawn from. Two special cases need no code of their own: greedy decoding is p = point mass at the
+drawn from. Two special cases need no formula of their own: greedy decoding is p = point mass at the
 argmax, and a proposal that was not drawn at all (greedy drafts, prompt look-up) is q = point mass.
 
 Saguaro sampling (Def. 14) bends q so that the residual, and with it the bonus token, falls among
@@ -59,8 +59,8 @@ class Sampler:
         `[...]`, and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens, and a q
         of width 0, which stands for point masses.
 
-        `fan_out` is Definition 14's F: for token s_i F_{i-1}, the number of guesses that the next
-        cache holds at the position that verifies s_i."""
+        `fan_out` is Definition 14's F. For token s_i it is F_{i-1}: the bonus tokens that the next
+        cache guesses where s_i is verified."""
         if self.greedy:
             return logits.argmax(-1), logits[..., :0]
         q = saguaro_distribution(self.probabilities(logits), fan_out, self.downweight)
@@ -166,7 +166,8 @@ def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, uniforms: tor
 
 # ---- random numbers ----
 
-VERIFIER, BRANCHES, BACKUPS, NOISE = range(4)  # separate streams: who draws is independent
+# one stream each, so that their numbers are independent
+VERIFIER_STREAM, BRANCH_STREAM, BACKUP_STREAM, NOISE_STREAM = range(4)
 GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio: the step of SplitMix64
 
 
@@ -179,7 +180,7 @@ class UniformStream:
         self.count = 0
 
     def draw(self, *shape: int) -> torch.Tensor:
-        """The next numbers `[*shape]`, float64, in [0, 1), in host memory."""
+        """The next numbers `[*shape]`, float64, in (0, 1), in host memory."""
         size = math.prod(shape)
         index = torch.arange(self.count, self.count + size)
         self.count += size
@@ -204,10 +205,11 @@ def to_uniform(bits: torch.Tensor) -> torch.Tensor:
 class PublicNoise:
     """Noise for the bonus tokens of a batch of rows, known to target and draft: a function of
     (seed, row, position, token). The target draws bonus tokens with it, and the draft guesses with
-    it but never draws with it, so the output's distribution is untouched."""
+    it but never draws with it, so the output's distribution is untouched. (Definition 14 still
+    downweights the draft's likeliest tokens, which are then not the guessed ones: leave C at 1.)"""
 
     def __init__(self, seed: int):
-        self.key = splitmix64(splitmix64(torch.tensor(seed)) ^ NOISE)
+        self.key = UniformStream(seed, NOISE_STREAM).key
         self.rows = torch.arange(0)  # their numbers in this run: no two rows share noise
 
     def start(self, batch_size: int) -> None:

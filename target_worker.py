@@ -20,7 +20,7 @@ class TargetWorker:
         with public `noise` instead, if there is any."""
         self.model = model
         self.sampler = sampler
-        self.uniforms = UniformStream(seed, sampling.VERIFIER)
+        self.uniforms = UniformStream(seed, sampling.VERIFIER_STREAM)
         self.noise = noise
         self.watch = Stopwatch(model.device)
 

@@ -982,10 +982,10 @@ MISTAKES = {
     "the target's uniform numbers the same in every round":
         (TargetWorker, "verify", "self.uniforms.draw(", "sampling.UniformStream(7, 0).draw("),
     "drafts drawn with the public noise of the bonus token at their position":
-        (DraftWorker, "pre_speculate", "branches.append((tokens, q))", """keys = torch.cat([
+        (DraftWorker, "pre_speculate", "branch_tokens.append(tokens)", """keys = torch.cat([
                 self.noise.keys(at, 0) for at in (tree.positions + step + 1).unbind(1)], 1)
             tokens = (q / sampling.exponential_noise(keys, q.shape[-1])).argmax(-1)
-            branches.append((tokens, q))"""),
+            branch_tokens.append(tokens)"""),
     "public noise the same at all positions":
         (PublicNoise, "keys", "^ position)", "^ 0 * position)"),
     "public noise the same in all rows":

@@ -20,7 +20,6 @@ from runtime.check import differ
 from runtime.model import CausalLM
 
 BUCKET = 256  # slots; see above
-CAPTURE_FROM = 3  # the use of a shape that is captured: some occur but once or twice
 LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their launches
 
 
@@ -84,8 +83,7 @@ class GraphRunner:
         if tokens.shape[1] > LONGEST_CAPTURED:
             return forward_eager(*inputs)
         shape = (*tokens.shape, seen)
-        kv.uses[shape] += 1
-        if kv.uses[shape] == CAPTURE_FROM:
+        if shape not in kv.graphs:
             self.capture(shape, inputs)
         if shape in kv.graphs:
             return kv.graphs[shape].replay(inputs)

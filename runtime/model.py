@@ -24,7 +24,6 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 `past_key_values`, and a 4-D `attention_mask` is used as it is.
 """
 import time
-from collections import Counter
 from contextlib import contextmanager
 
 import torch
@@ -113,8 +112,7 @@ class KVCache:
         self.rows = rows
         self.slots = slots
         self.layers = {}
-        self.uses = Counter()  # see cuda_graphs.py: uses and graphs die with the buffers
-        self.graphs = {}
+        self.graphs = {}  # see cuda_graphs.py: they die with the buffers
 
     def set_slots(self, slots: torch.Tensor, used: int) -> None:
         """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1."""
@@ -246,7 +244,9 @@ class CausalLM:
     def eos_tokens(self) -> list[int]:
         """Every end-of-sequence id of the generation config."""
         eos = self.model.generation_config.eos_token_id
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        if eos is None:
+            return []
+        return [eos] if isinstance(eos, int) else list(eos)
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,

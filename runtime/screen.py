@@ -31,8 +31,7 @@ class Stats:
     hits: int = 0
     hit_tokens: int = 0         # those of `tokens` that the rounds after a hit gave
     lookahead: int = 0
-    times: dict[str, tuple[float, int]] = field(default_factory=dict)  # (seconds, count) by work
-    spans: list[tuple[str, float, float]] = field(default_factory=list)  # of this batch, see below
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes, of both models, that were as fast as --pace
     passes: int = 0             # with a pace
     bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `DraftWorker.count_ranks`
@@ -42,7 +41,6 @@ class Stats:
         self.tokens += num_tokens
         self.prefill_tokens += num_tokens
         self.prefill_seconds += seconds
-        self.spans = []
 
     def count_round(self, seconds: float, lookahead: int, accepted: list[int],
                     num_kept: list[int], hit: list[bool]) -> None:
@@ -59,7 +57,7 @@ class Stats:
 
     def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
             bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:
-        """What a worker measured and counted in a batch: (work, start, end) in seconds; passes that
+        """What a worker measured and counted in a batch: spans of work, in seconds; passes that
         kept the pace, and all; `DraftWorker.bonus_ranks`."""
         self.choices |= choices
         self.pace_kept += pace[0]
@@ -68,12 +66,13 @@ class Stats:
             before = 0 if self.bonus_ranks is None else self.bonus_ranks
             self.bonus_ranks = before + bonus_ranks
         self.spans += spans
-        for work, start, end in spans:
-            seconds, count = self.times.get(work, (0.0, 0))
-            self.times[work] = (seconds + end - start, count + 1)
 
-    def mean_seconds(self, name: str) -> float | None:
-        return ratio(*self.times.get(name, (None, None)))
+    def seconds_of(self, work: str) -> list[float]:
+        return [end - start for name, start, end in self.spans if name == work]
+
+    def mean_seconds(self, work: str) -> float | None:
+        seconds = self.seconds_of(work)
+        return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's
@@ -84,7 +83,6 @@ class Stats:
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         step = self.mean_seconds("step")
-        verify_seconds, _ = self.times.get("verify", (None, 0))
         return {
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -95,7 +93,7 @@ class Stats:
             "hit_rate": ratio(self.hits, self.row_rounds) if K else None,
             "E_hit": ratio(self.hit_tokens, self.hits),
             "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
-            "verifier_utilisation": ratio(verify_seconds, self.seconds),
+            "verifier_utilisation": ratio(sum(self.seconds_of("verify")), self.seconds),
             "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
@@ -120,7 +118,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, prefill apart"),
     ("tokens_per_round", "tokens per round", ".2f", "accepted drafts and the bonus token"),
-    ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens"),
+    ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, up to the first rejection"),
     ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
     ("verifier_utilisation", "verifier utilisation", ".2f", "the share of time spent verifying"))
 
