@@ -132,7 +132,7 @@ class Narrator:
             if not hit[row]:
                 answer = f"MISS, {self.sources[BACKUP]} drafts"
             elif not hit[rows].all():
-                answer = "HIT, but waits for the row that missed (section 4.3)"
+                answer = "HIT, kept, but waits for a backup (section 4.3)"
             self.say(f"   {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
                      f"{answer}", style)
 
