@@ -37,10 +37,15 @@ def replaced(source: str, function: str, body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def take_out(folder: Path, numbers: list[str]) -> None:
-    """The bodies of these exercises, and what docstrings tell of them. Raises `ValueError` if a
-    docstring is not what handout.toml takes it to be."""
-    for change in CONTENTS["docstring"]:
+def write(folder: Path, numbers: list[str]) -> None:
+    """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
+    with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
+    files = CONTENTS["files"] if numbers else CONTENTS["files"] + CONTENTS["afterwards"]
+    for file in files:
+        copy = folder / CONTENTS["renamed"].get(file, file)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / file, copy)
+    for change in CONTENTS["docstring"] if numbers else []:
         file = folder / f"{change['module']}.py"
         source = file.read_text("utf-8")
         start = source.index(change["from"])
@@ -50,18 +55,6 @@ def take_out(folder: Path, numbers: list[str]) -> None:
         file = folder / f"{EXERCISES[number]['module']}.py"
         for function in EXERCISES[number]["functions"]:
             file.write_text(replaced(file.read_text("utf-8"), function, missing(number)), "utf-8")
-
-
-def write(folder: Path, numbers: list[str]) -> None:
-    """The program in `folder`, without the bodies of the exercises `numbers`; if there are none,
-    with all that is handed out afterwards."""
-    files = CONTENTS["files"] if numbers else CONTENTS["files"] + CONTENTS["afterwards"]
-    for file in files:
-        copy = folder / CONTENTS["renamed"].get(file, file)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / file, copy)
-    if numbers:
-        take_out(folder, numbers)
 
 
 def main() -> None:

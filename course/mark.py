@@ -8,6 +8,7 @@ tried on those that `--seed` makes of them; what should come out is what the sol
 table of answers does not pass. It is the students' code that runs: use a sandbox.
 """
 import argparse
+import copy
 import csv
 import json
 import os
@@ -40,38 +41,36 @@ def varied(seed: int) -> str:
             array /= array.sum(-1, keepdims=True).clip(1e-9)
         return array.tolist()
 
-    values = []
-    for given in grading.VALUES:
-        cases = []
-        for arguments, _ in given["cases"]:
-            arguments = [vary(argument) if place in given["vary"] else argument
-                         for place, argument in enumerate(arguments)]
-            solution = grading.FUNCTIONS[given["function"]]
-            cases.append([arguments, solution(*map(grading.as_tensor, arguments))])
-        if given["vary"]:
-            values.append(given | {"cases": cases})
+    values = copy.deepcopy([given for given in grading.VALUES if given["vary"]])
+    for given in values:
+        solution = grading.FUNCTIONS[given["function"]]
+        for case in given["cases"]:
+            for place in given["vary"]:
+                case[0][place] = vary(case[0][place])
+            case[1] = solution(*map(grading.as_tensor, case[0]))
     return json.dumps(values, default=lambda tensor: tensor.tolist())
 
 
 def grade(submission: Path, number: str, values: str, args) -> tuple[int, str]:
     """The points for one exercise, and a remark where there are none."""
-    module, own = EXERCISES[number]["module"], EXERCISES[number]["functions"]
-    others = [function for exercise in EXERCISES.values() if exercise["module"] == module
-              for function in exercise["functions"] if function not in own]
-    solved = "".join(f"\n{function} = solution.{function}" for function in others)
+    exercise = EXERCISES[number]
+    file = f"{exercise['module']}.py"
+    put_back = "\n\nimport solution\n"
+    for other in EXERCISES.values():
+        if other["module"] == exercise["module"] and other is not exercise:
+            put_back += "".join(f"{name} = solution.{name}\n" for name in other["functions"])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=",
                "-m", f"exercise{number}", str(ROOT / "course/grading.py")]
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",  # an answer is found before its solution
-            "GRADING_VALUES": values, "GRADING_SEED": str(args.seed), "COLUMNS": "150"}
+        # an answer is found before its solution
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "COLUMNS": "150",
+                                    "GRADING_VALUES": values, "GRADING_SEED": str(args.seed)}
         try:
-            answer = (submission / f"{module}.py").read_text("utf-8")
+            answer = (submission / file).read_text("utf-8")
             if missing(number) in answer:
                 return 0, "not attempted"
-            answer += f"\n\nimport solution{solved}\n"
-            (Path(folder) / f"{module}.py").write_text(answer, "utf-8")
-            shutil.copyfile(ROOT / f"{module}.py", Path(folder) / "solution.py")
+            Path(folder, file).write_text(answer + put_back, "utf-8")
+            shutil.copyfile(ROOT / file, Path(folder, "solution.py"))
             run = subprocess.run(command, cwd=folder, timeout=args.timeout, capture_output=True,
                                  env=environment, text=True, errors="replace")
         except subprocess.TimeoutExpired:
@@ -79,7 +78,7 @@ def grade(submission: Path, number: str, values: str, args) -> tuple[int, str]:
         except (OSError, ValueError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
     if run.returncode == 0 and " passed" in run.stdout:
-        return EXERCISES[number]["points"], ""
+        return exercise["points"], ""
     failure = re.search(r"^(?:FAILED .* - |E +)(\w+: .*)", run.stdout, re.MULTILINE)
     return 0, failure[1] if failure else "pytest did not come to an end"
 
@@ -87,29 +86,25 @@ def grade(submission: Path, number: str, values: str, args) -> tuple[int, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Mark submissions.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--csv", type=Path, help="write points and remarks to this file")
+    parser.add_argument("--csv", default=os.devnull, help="write points and remarks to this file")
     parser.add_argument("--seed", type=int, default=0, help="of the numbers that are tried")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each exercise")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     args = parser.parse_args()
-    for folder in args.folders:
-        if not folder.is_dir():
-            parser.error(f"{folder}: no such folder")
-    table = [["submission", *args.only, "total", "remarks"]]
-    print("".join(f"{title:>6}" for title in table[0][1:-1]))
     values = varied(args.seed)
-    with ThreadPoolExecutor(args.jobs) as pool:
+    print(*args.only, "total", "submission", sep="\t")
+    with (ThreadPoolExecutor(args.jobs) as pool,
+          open(args.csv, "w", newline="", encoding="utf-8") as file):
+        table = csv.writer(file)
+        table.writerow(["submission", *args.only, "total", "remarks"])
         for folder in args.folders:
             marks = pool.map(lambda number: grade(folder, number, values, args), args.only)
             points, remarks = zip(*marks)
             said = [f"{number}: {remark}" for number, remark in zip(args.only, remarks) if remark]
-            table.append([folder, *points, sum(points), "; ".join(said)])
-            row = "".join(f"{number:6}" for number in table[-1][1:-1])
-            print(f"{row}  {folder}", *said, sep="\n        ", flush=True)
-    if args.csv:
-        with args.csv.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(table)
+            table.writerow([folder, *points, sum(points), "; ".join(said)])
+            print(*points, sum(points), folder, sep="\t")
+            print(*said, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
