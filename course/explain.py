@@ -7,7 +7,6 @@ What two ranks do at the same time (Algorithm 1) happens here one after the othe
 Fig. 2 with real tokens. Shown are the speculation under verification, every guessed outcome
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
-import os
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -25,10 +24,10 @@ from cache import (BACKUP, NO_OUTCOME, Outcome, Speculation, SpeculationCache,
 from draft_worker import DraftWorker
 from runtime.model import CausalLM
 from runtime.placement import Job, Models
-from runtime.screen import Display, Stats, visible
+from runtime.screen import Display, Stats, can_show_colours, visible
 from runtime.settings import ExplainSettings, UserError
 from saguaro import Sequences, workers
-from sampling import VERIFIER, Sampler, UniformStream, residual
+from sampling import VERIFIER_STREAM, Sampler, UniformStream, residual
 from target_worker import TargetWorker
 
 WIDTH = 100  # columns of a line, at most
@@ -71,9 +70,9 @@ class Narrator:
         self.target, self.draft = workers(
             settings.to_settings(max_new_tokens=room, batch_size=len(job.prompts)), models)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
-        self.uniforms = UniformStream(settings.seed, VERIFIER)  # the target's, again
+        self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
-        self.colors = settings.color or sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.colors = settings.color or can_show_colours()
 
     def tell_all(self) -> None:
         """The prompts, F_0..F_K and the P(k) behind them, the rounds, the texts."""

@@ -132,7 +132,6 @@ IN_FLIGHT = Speculation(torch.randint(V, (2, 2)), torch.zeros(2, 2, 0),
                         torch.tensor([PRIMARY, BACKUP]))
 DRAFTED = IN_FLIGHT.tokens.tolist()
 GUESSED = torch.stack([torch.randperm(3), torch.randperm(3)])  # k of three branches in two rows
-BRANCHES = [(row, branch) for row in range(2) for branch in range(3)]
 SHAPES = [3, 1, 2], [1, 4, 1]  # F_0..F_K after a hit and after a backup
 
 
@@ -167,7 +166,7 @@ def test_7():
         arguments = MODEL, tree, tokens[step], step
         logits = attempt("tree_pass", draft_worker.tree_pass, *arguments)
         visible = torch.cat([call.args[3] for call in MODEL.forward_fn.call_args_list], 1) == 0
-        for row, branch in BRANCHES:
+        for row, branch in numpy.ndindex(2, 3):
             name = f"branch {branch} of row {row}"
             k = int(GUESSED[row, branch])
             seen = visible[row, branch].nonzero().flatten().tolist()

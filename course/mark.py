@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     args = parser.parse_args()
+    for folder in args.folders:
+        if not folder.is_dir():
+            parser.error(f"{folder}: no such folder")
     values = varied(args.seed)
     print(*args.only, "total", "submission", sep="\t")
     with (ThreadPoolExecutor(args.jobs) as pool,
@@ -103,8 +106,7 @@ def main() -> None:
             points, remarks = zip(*marks)
             said = [f"{number}: {remark}" for number, remark in zip(args.only, remarks) if remark]
             table.writerow([folder, *points, sum(points), "; ".join(said)])
-            print(*points, sum(points), folder, sep="\t")
-            print(*said, sep="\n", flush=True)
+            print(*points, sum(points), "\n\t".join([str(folder), *said]), sep="\t", flush=True)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,10 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
+def can_show_colours() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def predicted_speedups(settings: Settings, summary: dict[str, Any]) -> tuple[float, float] | None:
     """What this decoding is worth with the parts that were measured: over autoregressive decoding,
     and over speculative decoding with the same pair (Thm. 7; in batches Cor. 16), whose T_SD is
@@ -153,7 +157,7 @@ class Display:
     def __init__(self, job: Job):
         self.job = job
         self.streams = len(job.texts) == 1
-        self.colours = self.streams and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.colours = self.streams and can_show_colours()
         self.outputs = []
         self.tokens = []
         self.shown = ""
