@@ -35,12 +35,13 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import (PRIMARY, counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
-                   critical_batch_size, expected_tokens, fan_out_shape, fit_power_law,
+from cache import (PRIMARY, critical_batch_size, expected_tokens, fan_out_shape,
                    speedup_over_sd_bounds, throughput)
 from figures import draw
 from runtime.model import Pace
 from runtime.placement import Job
+from runtime.rank_counts import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
+                                 fit_power_law)
 from runtime.screen import Stats
 from saguaro import Decoder, warm_up
 
@@ -125,11 +126,11 @@ class Bench:
 
     def decode(self, decoder: Decoder, batch: list[list[int]], on_tokens=lambda *_: None) -> None:
         """At the pace of its batch size. Rank 1 has no part in AR and SD."""
-        pace = pace_of(decoder.settings)
+        slower = SLOWER[decoder.settings.batch_size]
         for models in (self.models, self.sd_models):
-            for model, seconds in zip((models.target, models.draft), pace):
+            for model, pace in zip((models.target, models.draft), decoder.settings.pace):
                 if model:
-                    model.pace = Pace(seconds)
+                    model.pace = Pace(slower * pace / 1000)
         if self.leads or decoder.settings.mode == "ssd":
             decoder(batch, on_tokens)
         dist.barrier()  # no rank begins while the other is still at work
@@ -151,13 +152,6 @@ class Bench:
         others = max(0.0, psutil.cpu_percent() - sum(own))
         warning = "DISTURBED: " if others > 25 else ""
         return f"{warning}other programs used {others:.0f}% of the cores"
-
-
-def pace_of(settings: Settings) -> tuple[float, float]:
-    """Of target and draft, in seconds."""
-    target, draft = settings.pace
-    slower = SLOWER[settings.batch_size]
-    return slower * target / 1000, slower * draft / 1000
 
 
 def figures_of(decoder: Decoder) -> Figures:

@@ -14,7 +14,6 @@ and the bonus token is not among the draft's top F guesses with a probability pr
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
 import math
-from statistics import linear_regression
 from typing import NamedTuple
 
 import torch
@@ -134,14 +133,6 @@ def likely_outcomes(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
     bonus = ranked[..., rank.clamp(max=ranked.shape[-1] - 1)]
     num_accepted = guessed.nonzero()[:, 1]
     return Outcome(num_accepted.view(rows, -1), bonus[guessed].view(rows, -1))
-
-
-def bonus_rank(ranked: torch.Tensor, outcome: Outcome) -> torch.Tensor:
-    """The place `[B]` of each row's bonus token among its guesses `ranked` `[B, K+1, n]`, counted
-    from 0; n if it is none of them. Its outcome is a hit where this is below F_k."""
-    guesses = ranked[torch.arange(len(ranked)), outcome.num_accepted]
-    found = guesses == outcome.bonus[:, None]
-    return found.long().argmax(1).where(found.any(1), ranked.shape[-1])
 
 
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
@@ -273,39 +264,3 @@ def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
         expected_tokens(fast_acceptance_rate, lookahead),
         T_p=1.0, T_neural=lookahead / (lookahead + 1), T_fast=0.0)
     return "neural" if batch_size < b else "lookup", b
-
-
-# ---- what was counted: a, r and the hits of every other shape ----
-
-def fit_power_law(miss_rates: list[float]) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
-    least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
-    misses to fit, 1."""
-    points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
-    if len(points) < 2:
-        return 1.0
-    slope = linear_regression(*zip(*points)).slope
-    return min(max(-slope, 0.1), 10.0)
-
-
-def counted_hit_rate(bonus_ranks: torch.Tensor, fan_out: list[int]) -> float:
-    """The share of the counted outcomes that a cache of shape F_0..F_K would have held.
-    `bonus_ranks` `[K+1, n+1]`: how often k tokens were accepted and the bonus token was the guess
-    of that rank; the last column: none of the n guesses."""
-    held = torch.arange(bonus_ranks.shape[1] - 1) < torch.tensor(fan_out)[:, None]
-    hits = bonus_ranks[:, :-1][held].sum()
-    return float(hits / bonus_ranks.sum())
-
-
-def counted_acceptance_rate(bonus_ranks: torch.Tensor) -> float:
-    """The maximum-likelihood a of the counted outcomes: tokens accepted / tokens verified,
-    up to the first rejection."""
-    times = bonus_ranks.sum(1).double()
-    accepted = float(times @ torch.arange(len(times)).double())
-    return accepted / (accepted + float(times[:-1].sum()))
-
-
-def counted_miss_rates(bonus_ranks: torch.Tensor) -> list[float]:
-    """The share of bonus tokens not among the draft's F likeliest, for F = 1..n."""
-    ranks = bonus_ranks.sum(0).double()
-    return (1 - ranks.cumsum(0)[:-1] / ranks.sum()).tolist()

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 import sampling
-from cache import (BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, bonus_rank,
-                   likely_outcomes)
+from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
 from runtime.model import CausalLM, Stopwatch, to_device
+from runtime.rank_counts import RankCounts
 from sampling import PublicNoise, Sampler, UniformStream
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
@@ -60,8 +60,7 @@ class DraftWorker:
                          UniformStream(seed, sampling.BACKUP_STREAM)]  # BACKUP's
         self.noise = noise
         self.watch = Stopwatch(model.device)
-        num_ranks = min(plan.budget, model.vocab_size) + 1
-        self.bonus_ranks = torch.zeros(2, plan.lookahead + 1, num_ranks, dtype=torch.long)
+        self.ranks = RankCounts(plan.lookahead, min(plan.budget, model.vocab_size))
 
     @property
     def lookahead(self) -> int:
@@ -135,7 +134,7 @@ class DraftWorker:
             noise = sampling.exponential_noise(keys, self.model.vocab_size)
             scores = self.sampler.probabilities(logits) / noise
         scores[:, :lookahead].scatter_(-1, drafted[..., None], -torch.inf)
-        return scores.topk(self.bonus_ranks.shape[-1] - 1).indices.cpu()
+        return scores.topk(self.ranks.num_guesses).indices.cpu()
 
     # ---- the answer ----
 
@@ -153,7 +152,7 @@ class DraftWorker:
                 backup_tokens, backup_q = BACKUPS[self.plan.backup](self)
             tokens = tokens.where(keep, backup_tokens)
             q = q.where(keep[..., None], backup_q)
-        self.count_ranks(speculation, outcome, cache)
+        self.ranks.count(speculation, outcome, cache.ranked)
         return Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
@@ -167,28 +166,12 @@ class DraftWorker:
     def empty_cache(self, rows: int) -> SpeculationCache:
         return SpeculationCache.empty(rows, self.lookahead, self.q_like)
 
-    # ---- what was counted; nothing decides by it ----
-
-    def count_ranks(self, speculation: Speculation, outcome: Outcome,
-                    cache: SpeculationCache) -> None:
-        """Count which guess the bonus token was: `bonus_ranks` `[2, K+1, n+1]`, by who drafted, by
-        k, and by rank; n: none of the guesses. So a run tells what any other shape of the cache
-        would have hit (`cache.counted_hit_rate`)."""
-        if cache.ranked.shape[1] == 1:  # round 0, or nothing was guessed
-            return
-        active = ~outcome.finished
-        rank = bonus_rank(cache.ranked, outcome)[active]
-        index = (speculation.source[active], outcome.num_accepted[active], rank)
-        self.bonus_ranks.index_put_(index, torch.ones_like(rank), accumulate=True)
-
     def report(self) -> dict[str, Any]:
         """Since the last call: "spans" of trunk passes, tree steps and backups, see `Stopwatch`;
         "pace", (kept, passes); "bonus_ranks". And the "choices" made."""
-        bonus_ranks = self.bonus_ranks
-        self.bonus_ranks = torch.zeros_like(bonus_ranks)
         b = self.plan.critical_batch_size
         return {"spans": self.watch.read(), "pace": self.model.pace.read(),
-                "bonus_ranks": bonus_ranks, "choices": {
+                "bonus_ranks": self.ranks.read(), "choices": {
                     "fan_out": self.plan.fan_out[PRIMARY],
                     "fan_out_after_backup": self.plan.fan_out[BACKUP],
                     "downweight": self.sampler.downweight, "backup": self.plan.backup,

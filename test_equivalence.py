@@ -59,6 +59,7 @@ import draft_worker
 import sampling
 from cache import BACKUP, FINISHED, PRIMARY, Outcome, Speculation, SpeculationCache
 from draft_worker import MAX_MATCH, DraftWorker, prompt_lookup
+from runtime import rank_counts
 from runtime.model import CausalLM
 from runtime.placement import Models, Placement
 from runtime.settings import Settings
@@ -562,11 +563,12 @@ def test_the_table_of_ranks_tells_a_r_and_the_hits_of_every_shape(a, r):
     ranks = ((2 * draw_uniforms(rows, seed=1)) ** (-1 / r)).clamp(max=1e6).long()
     hits = float((ranks < torch.tensor(shape)[accepted]).double().mean())
     table = count(accepted, ranks.clamp(max=depth), (6, depth + 1))
-    assert cache.counted_hit_rate(table, shape) == pytest.approx(hits)
+    assert rank_counts.counted_hit_rate(table, shape) == pytest.approx(hits)
     assert cache.power_law_hit_rate(shape, a, r) == pytest.approx(hits, abs=0.005)
-    assert cache.counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
-    assert cache.fit_power_law(cache.counted_miss_rates(table)) == pytest.approx(r, abs=0.05)
-    assert cache.fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
+    assert rank_counts.counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
+    miss_rates = rank_counts.counted_miss_rates(table)
+    assert rank_counts.fit_power_law(miss_rates) == pytest.approx(r, abs=0.05)
+    assert rank_counts.fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
 
 
 def test_the_draft_counts_the_rank_of_every_bonus_token():
@@ -581,7 +583,7 @@ def test_the_draft_counts_the_rank_of_every_bonus_token():
                        for speculation, outcome in record[1:-1]])
         assert table.sum(1).equal(torch.bincount(k, minlength=4))
     hits = float(sources(record[1:]).eq(PRIMARY).double().mean())
-    assert cache.counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
+    assert rank_counts.counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
     assert 0.2 < hits < 0.98
 
 
@@ -975,8 +977,8 @@ MISTAKES = {
     "a hit served with the tokens of another branch":
         (SpeculationCache, "look_up", "self.tokens[row, branch]", "self.tokens[row, branch - 1]"),
     "a speculation that was verified already served again":
-        (DraftWorker, "speculate", "self.count_ranks(",
-         "tokens, q = self.served = getattr(self, 'served', (tokens, q)); self.count_ranks("),
+        (DraftWorker, "speculate", "self.ranks.count(",
+         "tokens, q = self.served = getattr(self, 'served', (tokens, q)); self.ranks.count("),
     "all tokens of a branch drawn with the same uniform number":
         (DraftWorker, "pre_speculate", "uniforms[step]", "uniforms[0]"),
     "the target's uniform numbers the same in every round":

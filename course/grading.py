@@ -200,7 +200,7 @@ def test_8a(k, bonus, hits):
     work = [name for name, *_ in draft.watch.read()]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)
-    says("active rows are counted", draft.bonus_ranks.sum(), len(active) * (hits is not None))
+    says("active rows are counted", draft.ranks.table.sum(), len(active) * (hits is not None))
     for row, drafted_by in zip(active, source):
         text = TEXTS[row] + DRAFTED[row][:k[row]] + [bonus[row]]
         says("accepted tokens and t* join the text", draft.text[row, :draft.length[row]], text)

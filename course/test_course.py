@@ -97,7 +97,7 @@ if any(not outcome.finished[b] for b in missed):
         drafted = BACKUPS[self.plan.backup](self)
     tokens[missed] = drafted[0][missed]
     q[missed] = drafted[1][missed]
-self.count_ranks(speculation, outcome, cache)
+self.ranks.count(speculation, outcome, cache.ranked)
 return Speculation(tokens, q, torch.tensor([BACKUP if b in missed else PRIMARY for b in rows]))""",
     "draft_worker.DraftWorker.pre_speculate": """
 B, K = speculation.tokens.shape
@@ -184,7 +184,7 @@ SPECULATE = (  # of exercise 8a
     ("everything is a hit", "if not hit[b]", "if hit[b] < 0"),
     ("hits and misses exchanged", "if not hit[b]", "if hit[b]"),
     ("source exchanged", "if b in missed else PRIMARY", "if b not in missed else PRIMARY"),
-    ("nothing is counted", "self.count_ranks(speculation, outcome, cache)\n", ""),
+    ("nothing is counted", "self.ranks.count(speculation, outcome, cache.ranked)\n", ""),
     ("nothing is timed", 'with self.watch("backup"):', "if True:"))
 PRE_SPECULATE = (  # of exercise 8b
     ("all uniform numbers are 0.5", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",

@@ -255,8 +255,11 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.
     as "sequential", over the GPUs of `max_memory` (bytes by GPU)."""
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype,
-                                                       device_map=device, max_memory=max_memory)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device, max_memory=max_memory,
+            output_loading_info=True)
+        if report["missing_keys"]:  # transformers would draw these weights at random
+            raise ValueError(f"its files lack {min(report['missing_keys'])}")
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("offloaded to the disk")  # which accelerate itself raises at times
     except Exception as problem:  # a corrupt file raises what its reader pleases

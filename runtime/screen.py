@@ -34,7 +34,7 @@ class Stats:
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes, of both models, that were as fast as --pace
     passes: int = 0             # with a pace
-    bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `DraftWorker.count_ranks`
+    bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `RankCounts`
     choices: dict[str, Any] = field(default_factory=dict)              # the draft's
 
     def count_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Stats:
     def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
             bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:
         """What a worker measured and counted in a batch: spans of work, in seconds; passes that
-        kept the pace, and all; `DraftWorker.bonus_ranks`."""
+        kept the pace, and all; the table of `RankCounts`."""
         self.choices |= choices
         self.pace_kept += pace[0]
         self.passes += pace[1]

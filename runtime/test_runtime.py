@@ -163,6 +163,7 @@ WRONG = {  # a command, and what is said about it
     "--target ADDED --mode ar --prompt a 'b <word>'":
         "prompt 2 of 2 holds the token '<word>', number 2048,",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
+    "--target DEEPER --mode ar": "its files lack model.layers.",
     "--draft RENAMED": "different vocabularies", "--apply-chat-template": "has no chat template"}
 
 
@@ -174,7 +175,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -182,6 +183,9 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     tokenizer = folder / "RENAMED" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text("utf-8").replace("endoftext", "unheard-of"), "utf-8")
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
+    deeper = AutoConfig.from_pretrained(folder / "DEEPER")
+    deeper.num_hidden_layers += 1
+    deeper.save_pretrained(folder / "DEEPER")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     return {path.name: str(path) for path in folder.iterdir()}
 
