@@ -69,7 +69,7 @@ class Bench:
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
-        self.job = Job(settings, mode="ssd")
+        self.job = Job(settings)
         if self.job.placement.world_size != 2:
             raise UserError("bench.py measures one target rank and one draft rank: start two")
         self.leads = self.job.placement.rank == 0
@@ -79,7 +79,7 @@ class Bench:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
         for models in (self.models, self.sd_models):
             if models.draft:  # buffers and graphs serve all points
-                models.draft.room += 8 * (1 + 64)
+                models.draft.min_slots += 8 * (1 + 64)
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         self.num_seeds = 1 if settings.quick else 3  # of a sampled point
         self.measured = {}  # figures by point: lines share points
@@ -235,15 +235,16 @@ def comparison(bench: Bench, temperature: float) -> list[Figures]:
 
 
 def bounds(f: Figures, sd: Figures) -> str:
-    """Corollary 9's, where it applies: the backup is the primary, K is that of SD, T_p <= 1, and a
-    miss is worth no less than a hit and no more than E_hit (1 + T_b)."""
-    if not f["hit_rate"] or f["backup"] != "neural" or f["lookahead"] != sd["lookahead"]:
+    """Corollary 9's, where it applies: the backup is the primary, T_p <= 1, and a miss is worth no
+    less than a hit and no more than E_hit (1 + T_b)."""
+    if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
         return ""
     E_miss = f["E_miss"] or f["E_hit"]
-    if f["T_p"] > 1 or not f["E_hit"] <= E_miss <= f["E_hit"] * (1 + (f["T_b"] or 0.0)):
+    T_b = f["T_b"] or 0.0
+    if not f["E_hit"] <= E_miss <= f["E_hit"] * (1 + T_b):
         return ""
     return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(
-        f["hit_rate"], f["E_hit"], sd["tokens_per_round"], sd["T_b"]))
+        f["hit_rate"], f["E_hit"], sd["tokens_per_round"], sd["T_b"], T_b))
 
 
 # ---- sweeps: the figures ----

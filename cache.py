@@ -204,18 +204,21 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
     return tokens / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b))
 
 
-def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
-                           T_sd: float) -> tuple[float, float]:
+def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float, T_sd: float,
+                           T_b: float) -> tuple[float, float]:
     """Bounds on SSD's speedup over plain SD (Cor. 9) when its backup is its primary, T_p <= 1 and
-    E_hit <= E_miss <= E_hit (1 + T_SD); with E_hit = E_SD the lower one is at least 1 (Cor. 8):
+    E_hit <= E_miss <= E_hit (1 + T_b):
 
-        (1 + T_SD) / (1 + T_SD (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD.
+        (1 + T_SD) / (1 + T_b (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD.
 
-    >>> speedup_over_sd_bounds(hit_rate=1.0, tokens_hit=3, tokens_sd=3, T_sd=0.5)
+    With the same K for both, as in the paper, T_b = T_SD; with E_hit = E_SD, too, the lower bound
+    is at least 1 (Cor. 8).
+
+    >>> speedup_over_sd_bounds(hit_rate=1.0, tokens_hit=3, tokens_sd=3, T_sd=0.5, T_b=0.5)
     (1.5, 1.5)
     """
     upper = (1 + T_sd) * tokens_hit / tokens_sd
-    return upper / (1 + T_sd * (1 - hit_rate)), upper
+    return upper / (1 + T_b * (1 - hit_rate)), upper
 
 
 def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float,

@@ -166,9 +166,9 @@ def run_rounds(made: Decoder, prompts: list[list[int]], rounds: int, ends: dict 
 
 
 def written(record: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new tokens `[B, longest]` of every row, and how many they are `[B]`."""
-    longest = sum(speculation.tokens.shape[1] + 1 for speculation, _ in record)
-    texts = torch.zeros(len(record[0][1].bonus), longest, dtype=torch.long)
+    """The new tokens `[B, W]` of every row, and how many they are `[B]`."""
+    width = sum(speculation.tokens.shape[1] + 1 for speculation, _ in record)
+    texts = torch.zeros(len(record[0][1].bonus), width, dtype=torch.long)
     length = torch.zeros(len(texts), dtype=torch.long)
     for speculation, (k, bonus) in record:
         new = torch.cat([speculation.tokens, bonus[:, None]], 1)
@@ -502,17 +502,19 @@ def test_throughput_is_that_of_simulated_rows_in_lock_step(rows, T_p):
 
 def test_ssd_that_falls_back_to_its_primary_is_as_fast_over_sd_as_corollaries_8_and_9_say():
     """A backup that drafts as the primary does (E_miss = E_hit), or better by what it costs."""
-    for hit_rate, *numbers, better in draw_uniforms(2000, 5).tolist():
+    for hit_rate, *numbers, better in draw_uniforms(2000, 6).tolist():
         T_sd = 2 * numbers[0]
         tokens_hit = 1 + 4 * numbers[1]
         tokens_sd = 1 + 4 * numbers[2]
-        tokens_miss = tokens_hit * (1 + T_sd * better)
         sd = cache.throughput(0, tokens_sd, tokens_sd, 1, T_sd)
-        slow = cache.throughput(hit_rate, tokens_hit, tokens_hit, 0.9, T_sd) / sd
-        fast = cache.throughput(hit_rate, tokens_hit, tokens_miss, 0.9, T_sd) / sd
-        least, most = cache.speedup_over_sd_bounds(hit_rate, tokens_hit, tokens_sd, T_sd)
-        assert least == pytest.approx(slow) and slow <= fast <= most + 1e-9, "Corollary 9"
-        assert slow >= tokens_hit / tokens_sd - 1e-9, "Corollary 8: never slower"
+        for T_b in (T_sd, 2 * numbers[3]):
+            tokens_miss = tokens_hit * (1 + T_b * better)
+            slow = cache.throughput(hit_rate, tokens_hit, tokens_hit, 0.9, T_b) / sd
+            fast = cache.throughput(hit_rate, tokens_hit, tokens_miss, 0.9, T_b) / sd
+            least, most = cache.speedup_over_sd_bounds(hit_rate, tokens_hit, tokens_sd, T_sd, T_b)
+            assert least == pytest.approx(slow) and slow <= fast <= most + 1e-9, "Corollary 9"
+            if T_b == T_sd:
+                assert slow >= tokens_hit / tokens_sd - 1e-9, "Corollary 8: never slower"
 
 
 def test_the_critical_batch_size_is_right_for_all_arguments():
@@ -906,11 +908,11 @@ def test_in_random_settings_all_texts_are_the_targets(seed):
     prompts = [[choose.randrange(40)] * choose.choice((1, 2, 7, 60, 120)) for _ in range(rows)]
     texts, rounds = texts_and_rounds(made, prompts)
     for row, (prompt, text) in enumerate(zip(prompts, texts)):
-        room = min(choices["max_new_tokens"], 128 - len(prompt))
+        max_new = min(choices["max_new_tokens"], 128 - len(prompt))
         assert text == [token for number, new, _ in rounds if number == row for token in new]
         assert not set(text[:-1]) & set(made.eos), "nothing follows an ending"
-        assert len(text) == room or len(text) < room and text[-1] in made.eos
-        assert not greedy or [text] == greedy_reference(net, [prompt], room, made.eos)
+        assert len(text) == max_new or len(text) < max_new and text[-1] in made.eos
+        assert not greedy or [text] == greedy_reference(net, [prompt], max_new, made.eos)
     assert greedy or long_text_p_value(net, sampler_of(**choices), prompts, texts) > ALPHA
     stats = made.stats
     decoded = rounds[rows:]  # without round 0
@@ -1125,7 +1127,7 @@ def decode_batches(made: Decoder, batches: list) -> tuple[list, float]:
 
 def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
     """One rank's part in every job."""
-    placement = Placement(jobs[0], "ssd")
+    placement = Placement(jobs[0])
     placement.join()
     torch.set_num_threads(1)
     vocab_size = target.config.vocab_size

@@ -59,16 +59,16 @@ class Narrator:
     def __init__(self, job: Job, models: Models):
         """Raises `UserError` if the last branches would go beyond the context."""
         settings = job.settings
-        room = (settings.rounds + 1) * (settings.lookahead + 1)  # the last round's branches, too
+        max_new = (settings.rounds + 1) * (settings.lookahead + 1)  # with the last branches
         context = min(models.target.context, models.draft.context)
-        self.sequences = Sequences(job.prompts, room, context, models.target.eos_tokens, Stats(),
+        self.sequences = Sequences(job.prompts, max_new, context, models.target.eos_tokens, Stats(),
                                    on_tokens=lambda *_: None)
-        if min(self.sequences.max_new) < room:
-            raise UserError(f"--rounds {settings.rounds} needs room for {room} tokens after the "
+        if min(self.sequences.max_new) < max_new:
+            raise UserError(f"--rounds {settings.rounds} needs {max_new} tokens after the "
                             f"prompt, and the context is {context}")
         self.job = job
         self.target, self.draft = workers(
-            settings.to_settings(max_new_tokens=room, batch_size=len(job.prompts)), models)
+            settings.to_settings(max_new_tokens=max_new, batch_size=len(job.prompts)), models)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
@@ -171,5 +171,5 @@ class Narrator:
 
 
 def main(settings: ExplainSettings) -> None:
-    job = Job(settings, mode="sd")  # one process holds both models
+    job = Job(settings)
     Narrator(job, job.load()).tell_all()

@@ -455,7 +455,7 @@ def test_a_seed_gives_other_numbers_that_a_table_of_answers_does_not_know():
 
 @pytest.fixture(scope="module")
 def models():
-    return Job(ExplainSettings(), mode="sd").load()
+    return Job(ExplainSettings()).load()
 
 
 @pytest.fixture
@@ -504,7 +504,7 @@ def test_every_branch_that_is_shown_is_what_a_plain_forward_gives(
     tell = explain.Narrator.tell
     sampler = sampling.Sampler(settings.temperature or 1.0)
     monkeypatch.setattr(explain.Narrator, "tell", check_branches)
-    explain.Narrator(Job(settings, mode="sd"), models).tell_all()
+    explain.Narrator(Job(settings), models).tell_all()
     assert len(told) == settings.rounds + 1
     for lines in told:
         rows = len(settings.prompt)
@@ -519,7 +519,7 @@ def test_every_branch_that_is_shown_is_what_a_plain_forward_gives(
 def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     def told(*flags: str) -> str:
         settings = parse(ExplainSettings, ["--prompt", "def f(x):", "--rounds", "1", *flags])
-        explain.Narrator(Job(settings, mode="sd"), models).tell_all()
+        explain.Narrator(Job(settings), models).tell_all()
         return capsys.readouterr().out
 
     plain = told()

@@ -44,16 +44,11 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
     if "RANK" in os.environ:  # started by torchrun, or by another rank
         threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if alone and needs_two_ranks(settings):
+    if alone and settings.mode == "ssd":
         start_draft_rank()
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("loading ...", file=sys.stderr, flush=True)
     return settings
-
-
-def needs_two_ranks(settings: DecodingSettings) -> bool:
-    """ssd, and the bench but for its prediction; not slow motion."""
-    return getattr(settings, "mode", None) == "ssd" or getattr(settings, "predict", None) is False
 
 
 def start_draft_rank() -> None:
@@ -77,7 +72,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
     import torch.distributed as dist
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    is_draft = 0 < rank == world_size - 1 and needs_two_ranks(settings)
+    is_draft = 0 < rank == world_size - 1 and settings.mode == "ssd"
     name = f"rank {rank} ({'draft' if is_draft else 'target'})"
     try:
         main(settings)

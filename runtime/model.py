@@ -154,24 +154,24 @@ class CausalLM:
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
-        self.room = 0  # slots a row that suffice for all batches to come, where that is known
+        self.min_slots = 0  # that suffice for all batches to come, where that is known
         self.forward_fn = self.forward_eager  # `cuda_graphs.use_cuda_graphs` replaces it
         self.pace = Pace()
         check_model(self)
 
-    def allocate(self, rows: int, slots: int, longest: int) -> None:
-        """Start a new batch of texts of up to `longest` tokens, with so many slots a row. The
+    def allocate(self, rows: int, slots: int, max_length: int) -> None:
+        """Start a new batch of texts of up to `max_length` tokens, with so many slots a row. The
         buffers of the last batch, and the graphs captured with them, serve again if they suffice.
         Raises `UserError` for too long texts."""
         limit = text_limit(self.model.config)
-        if longest > limit:
+        if max_length > limit:
             raise UserError(
                 f"this {self.model.config.model_type} model treats texts of more than {limit} "
-                f"tokens in a way that KV slots cannot express, and this run may need {longest}: "
-                "shorten the prompt or --max-new-tokens")
+                "tokens in a way that KV slots cannot express, and this run may need "
+                f"{max_length}: shorten the prompt or --max-new-tokens")
         if self.kv.rows != rows or self.kv.slots < slots:
-            self.kv = KVCache(rows, max(slots, self.room))
-        self.last_position = min(longest, self.context) - 1
+            self.kv = KVCache(rows, max(slots, self.min_slots))
+        self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
@@ -217,16 +217,18 @@ class CausalLM:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Fill the KV with all but the last token of every prompt: that one opens round 0."""
-        longest = max(map(len, prompts)) - 1
-        padded = [prompt[:-1] + [0] * (longest - len(prompt) + 1) for prompt in prompts]
+        width = max(map(len, prompts)) - 1
+        padded = [prompt[:-1] + [0] * (width - len(prompt) + 1) for prompt in prompts]
         tokens = torch.tensor(padded, device=self.device)
-        for start in range(0, longest, PREFILL_CHUNK):
+        for start in range(0, width, PREFILL_CHUNK):
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
     def set_pace(self, milliseconds: float) -> None:
-        """From now on each decoding pass takes at least so long. Raises `UserError` where this
-        machine cannot compute a pass in that time at all."""
+        """From now on each decoding pass takes at least so long; 0: no pace. Raises `UserError`
+        where this machine cannot compute a pass in that time at all."""
+        if milliseconds == 0:
+            return
         self.allocate(1, 8, 8)
         seconds = []
         for _ in range(3):
@@ -234,7 +236,7 @@ class CausalLM:
             self.causal(torch.zeros(1, 1, dtype=torch.long, device=self.device), torch.tensor([0]))
             seconds.append(time.perf_counter() - started)
         fastest = 1000 * min(seconds)
-        if 0 < milliseconds < fastest:
+        if milliseconds < fastest:
             raise UserError(f"--pace: a pass of this {self.model.config.model_type} model takes "
                             f"{fastest:.1f} ms on this machine, so it cannot keep a pace of "
                             f"{milliseconds:g} ms")

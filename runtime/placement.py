@@ -26,7 +26,7 @@ class Placement:
     if there is one, else the CPU. In ssd the last of several ranks holds the draft; all others hold
     the target together."""
 
-    def __init__(self, settings: DecodingSettings, mode: str):
+    def __init__(self, settings: DecodingSettings):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -34,11 +34,11 @@ class Placement:
         num_gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
         if settings.device == "cuda" and not num_gpus:
             raise UserError("--device cuda: PyTorch sees no CUDA device here")
-        draft_ranks = 1 if mode == "ssd" and self.world_size > 1 else 0
+        draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
         self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
         self.draft_rank = self.world_size - 1 if draft_ranks else 0
         self.holds_target = self.rank < self.tp_size
-        self.holds_draft = self.rank == self.draft_rank and mode != "ar"
+        self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
         self.device = torch.device("cpu")
         if local_rank < num_gpus:
             self.device = torch.device("cuda", local_rank)
@@ -114,19 +114,16 @@ class Job:
     """What all ranks know of a run before any model is loaded: configurations, token ids of the
     prompts, placement."""
 
-    def __init__(self, settings: DecodingSettings, texts: list[str] | None = None,
-                 mode: str | None = None):
-        """`texts` to continue, by default the settings'; `mode`, by default the settings'."""
+    def __init__(self, settings: DecodingSettings):
         self.settings = settings
-        self.mode = mode or settings.mode
-        self.placement = Placement(settings, self.mode)
-        self.texts = texts or self.read_texts()
+        self.placement = Placement(settings)
+        self.texts = self.read_texts()
         self.target_config, self.tokenizer = open_model("--target", settings.target)
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template,
                               self.context, self.vocab_size)
-        if self.mode != "ar":
+        if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
                 raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
@@ -140,7 +137,7 @@ class Job:
                             f"are with K = {settings.lookahead} and a vocabulary of "
                             f"{self.vocab_size}")
         if self.placement.tp_size > 1:
-            enough = "one rank" if self.mode != "ssd" else "two ranks"
+            enough = "one rank" if settings.mode != "ssd" else "two ranks"
             check_shardable(self.target_config, self.placement.tp_size, enough)
 
     def read_texts(self) -> list[str]:
@@ -162,14 +159,14 @@ class Job:
         draft = self.load_draft() if placement.holds_draft else None
         settings = self.settings
         max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
-        longest = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
-        tree = settings.lookahead * (1 + settings.budget)
-        rooms = (longest + settings.lookahead, longest + tree)
-        for model, pace, room in zip((target, draft), settings.pace, rooms):
-            if model and pace:
-                model.set_pace(pace)
-            if model:
-                model.room = room
+        max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
+        target_pace, draft_pace = settings.pace
+        if target:
+            target.min_slots = max_length + settings.lookahead
+            target.set_pace(target_pace)
+        if draft:
+            draft.min_slots = max_length + settings.lookahead * (1 + settings.budget)
+            draft.set_pace(draft_pace)
         if placement.world_size > 1:
             dist.barrier()  # or one rank would time how long another loads
         return Models(target, draft, self.context, self.vocab_size)
@@ -191,8 +188,8 @@ class Job:
         free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in placement.target_gpus}
         if len(free) < 2 or weights_size(config, self.dtype) <= ONE_GPU * free[0]:
             return self.with_graphs(CausalLM(load(path, config, self.dtype, placement.device)))
-        room = {gpu: int(WEIGHTS * free[gpu]) for gpu in free}
-        return self.with_graphs(CausalLM(load(path, config, self.dtype, "sequential", room)))
+        max_memory = {gpu: int(WEIGHTS * free[gpu]) for gpu in free}
+        return self.with_graphs(CausalLM(load(path, config, self.dtype, "sequential", max_memory)))
 
     @property
     def dtype(self) -> torch.dtype:

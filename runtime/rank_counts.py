@@ -12,8 +12,8 @@ from cache import Outcome, Speculation
 
 
 class RankCounts:
-    """`table` `[2, K+1, n+1]`: how often, by who drafted, k tokens were accepted and the bonus token
-    was the guess of that rank; the last column: none of the n guesses."""
+    """`table` `[2, K+1, n+1]`: how often, by who drafted, k tokens were accepted and the bonus
+    token was the guess of that rank; the last column: none of the n guesses."""
 
     def __init__(self, lookahead: int, num_guesses: int):
         self.num_guesses = num_guesses

@@ -229,6 +229,8 @@ examples:
   python bench.py --sweep all --out figures/results.json  all figures, and the comparison
   python bench.py --pace 0 0                              as fast as this machine computes"""
 
+    mode = "ssd"  # no option: it needs the ranks of ssd
+
     prompts: str = option(TEXT, str(TINY / "prompts.jsonl"),
                           "JSON Lines, each with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 40, "tokens to generate for each prompt, exactly", min=2)
@@ -251,6 +253,8 @@ examples:
         super().__post_init__()
         if self.quick:
             self.max_new_tokens = 24
+        if self.predict:
+            self.mode = "ar"  # one process
         if self.out is not None:
             check_writable("--out", self.out)
         if self.sweep:
@@ -264,6 +268,7 @@ class ExplainSettings(DecodingSettings):
 examples:
   python -m course.explain --prompt "def fibonacci(n):"
   python -m course.explain --temperature 1 --downweight 0.5"""
+    mode = "sd"  # no option: one process holds both models
 
     prompt: tuple[str, ...] = option(
         TEXT, (), "the text to continue; several are a batch, to see section 4.3", nargs="+")

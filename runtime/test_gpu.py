@@ -243,13 +243,13 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16 if logical else 8)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    found = Placement(Settings(), mode)
+    found = Placement(Settings(mode=mode))
     assert [str(found.device), found.target_gpus, found.threads] == expected
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=found))
     assert dtype == (torch.float32 if "cpu" in expected else torch.bfloat16)
-    assert str(Placement(Settings(device="cpu"), mode).device) == "cpu"
-    assert Placement(Settings(pace=(60, 8)), mode).threads == 1
+    assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
+    assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
 
 
 def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
@@ -272,7 +272,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     torch.cuda.set_device = current.append
     dist.new_group = named_group
     dist.all_reduce = lambda tensor, group: connected.append(f"{names[group]} {current[0]}")
-    found = Placement(Settings(), "ssd")
+    found = Placement(Settings())
     found.join()
     return found.devices, connected
 
@@ -304,7 +304,7 @@ def test_a_target_that_fits_on_one_gpu_is_not_spread(share, device, monkeypatch)
 
 def test_batches_of_a_job_share_buffers_and_graphs():
     model = CausalLM(random_model())
-    model.room = 34
+    model.min_slots = 34
     model.allocate(2, 14, 10)
     kv = model.kv
     model.allocate(2, 34, 30)

@@ -334,7 +334,7 @@ def test_the_summary_names_the_pace_and_the_share_of_passes_in_time(pair, tmp_pa
     assert re.search(rf"pace kept +{kept}   of passes: target 40 ms, draft 20 ms\n", output)
     assert ("too slow for the pace" in output) == (stats["pace_kept"] < 0.95)
     late = Stats(pace_kept=18, passes=20).summary()
-    Display(Job(Settings(mode="ar", pace=(40, 0)), ["x"])).summarise(late)
+    Display(Job(Settings(mode="ar", pace=(40, 0), prompt="x"))).summarise(late)
     assert re.search("pace kept +90% .*\n  This machine was too slow", capsys.readouterr().out)
 
 
@@ -345,7 +345,7 @@ def test_control_characters_are_shown_and_half_a_character_waits_for_the_other_h
     status, output = obey("saguaro.py", *pair, "--mode", "ar", "--prompt", controls)
     assert status == 0 and output.startswith(shown + continued)
     assert not set(output) & set("\x1b\x07\x9b\r")
-    display = Display(Job(Settings(mode="ar"), ["x"]))
+    display = Display(Job(Settings(mode="ar", prompt="x")))
     control, owl = (display.job.tokenizer(text)["input_ids"] for text in (controls, "🦉"))
     for new, expected in (
             (owl[:-1], "x" + continued), (owl[-1:], "🦉"), (control, shown), (owl[:-1], "")):
@@ -357,7 +357,7 @@ def test_control_characters_are_shown_and_half_a_character_waits_for_the_other_h
 
 def test_the_screen_decodes_only_what_is_new(monkeypatch, capsys):
     """And writes the same text, halves of characters included."""
-    display = Display(Job(Settings(), ["x"]))
+    display = Display(Job(Settings(prompt="x")))
     text = "def f(x):\n    return '🦉é' + x  # 🦉\n\n" * 20
     tokens = display.job.tokenizer(text)["input_ids"]
     lengths = []
@@ -375,7 +375,7 @@ def test_the_screen_decodes_only_what_is_new(monkeypatch, capsys):
 
 @pytest.mark.parametrize("devices, shown", ((["cuda:0", "cpu"], True), (["cpu", "cpu"], False)))
 def test_the_screen_says_which_device_each_rank_has(devices, shown, capsys):
-    job = Job(Settings(mode="ar"), ["x"])
+    job = Job(Settings(mode="ar", prompt="x"))
     job.placement.devices = devices
     Display(job).summarise(Stats().summary())
     assert ("cuda:0, cpu" in capsys.readouterr().out) == shown
@@ -753,15 +753,15 @@ def test_every_sweep_tries_what_makes_sense():
 
 
 def test_bounds_of_corollary_9_are_shown_where_it_applies():
-    """Not for another backup, nor for another K, nor where the target waits for the draft, nor
-    without a cache, nor where a miss is worth less than a hit, or more than a hit and its time."""
+    """Not for another backup, nor where the target waits for the draft, nor without a cache, nor
+    where a miss is worth less than a hit, or more than a hit and its time."""
     bounds = importlib.import_module("bench").bounds
-    sd = {"tokens_per_round": 3.0, "T_b": 0.5, "lookahead": 4}
-    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "T_b": 0.5, "E_hit": 3.0, "E_miss": 3.0,
-           "lookahead": 4}
+    sd = {"tokens_per_round": 3.0, "T_b": 0.5}
+    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "T_b": 0.5, "E_hit": 3.0, "E_miss": 3.0}
     assert bounds(ssd, sd) == "1.20-1.50"
-    for change in ({"backup": "lookup"}, {"lookahead": 5}, {"T_p": 1.1}, {"hit_rate": None},
-                   {"E_miss": 2.9}, {"E_miss": 4.6}):
+    assert bounds(ssd | {"T_b": 1.0}, sd) == "1.00-1.50", "another K"
+    for change in ({"backup": "lookup"}, {"T_p": 1.1}, {"hit_rate": None}, {"E_miss": 2.9},
+                   {"E_miss": 4.6}):
         assert bounds(ssd | change, sd) == ""
 
 
