@@ -136,7 +136,7 @@ def likely_outcomes(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
 
 
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
-    """Which of the guesses `[B, n]` is the outcome `[B]`?"""
+    """Which of the guesses `[B, n]` equal their row's outcome `[B]`: booleans `[B, n]`."""
     same_k = guesses.num_accepted == outcome.num_accepted[:, None]
     same_bonus = guesses.bonus == outcome.bonus[:, None]
     return same_k & same_bonus

@@ -210,7 +210,8 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
 
 
 def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next."""
+    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next. What lies
+    in slots of later steps is not seen."""
     still_empty = tree.slots[step + 1:].numel()
     visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
     slots = tree.slots[step].expand(len(tokens), -1)

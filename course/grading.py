@@ -41,8 +41,8 @@ def check(arguments, hint: str, yours, expected, tolerance: float = 1e-6) -> Non
         numbers = [torch.as_tensor(each, dtype=torch.float64) for each in (yours, expected)]
         torch.testing.assert_close(*numbers, rtol=0, atol=tolerance)
     except (AssertionError, TypeError, ValueError, RuntimeError):  # or not even numbers
-        raise pytest.fail.Exception(f"{hint}\n  arguments {arguments}\n  yours     {yours}\n"
-                                    f"  expected  {expected}", pytrace=False) from None
+        raise pytest.fail.Exception(f"{hint}\n  yours     {yours}\n  expected  {expected}\n"
+                                    f"  arguments {arguments}", pytrace=False) from None
 
 
 def attempt(hint: str, function, *arguments, expected="a result"):
@@ -109,7 +109,7 @@ def as_tensor(value):
 
 @pytest.mark.parametrize("values", [
     pytest.param(values, marks=getattr(pytest.mark, f"exercise{values['exercise']}"))
-    for values in VALUES])
+    for values in VALUES], ids=operator.itemgetter("function"))
 def test_values(values):
     hint = f"{values['function']}: {values['hint']}"
     for given, expected in values["cases"]:
@@ -209,7 +209,7 @@ def test_8a(k, bonus, hits):
             expected = q[row, k[row]]
         else:
             expected = sigma(plain(text, answer.tokens[row].tolist()), [0, 2])
-        says("q is what the tokens were drawn from", answer.q[row], expected)
+        says(f"row {row}: q is what the tokens were drawn from", answer.q[row], expected)
 
 
 @pytest.mark.exercise8b
@@ -241,8 +241,8 @@ def test_8b(shapes, temperature, in_flight):
             tokens = cached.tokens[row, branch].tolist()
             logits = plain(TEXTS[row] + drafted[:k] + [bonus], tokens)
             if temperature:
-                says("q of its own branch; F of the cache after a hit", cached.q[row, branch],
-                     sigma(logits, shapes[PRIMARY][:-1]))
+                says(f"row {row}, branch {branch}: q of its own; F of the cache after a hit",
+                     cached.q[row, branch], sigma(logits, shapes[PRIMARY][:-1]))
             else:
                 says("greedy: the likeliest tokens", tokens, logits[:-1].argmax(-1))
 
