@@ -124,6 +124,8 @@ class DecodingSettings:
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
+        if isinstance(getattr(self, "prompt", None), str):
+            self.prompt = (self.prompt,)
         for f in fields(self):
             if isinstance(getattr(self, f.name), os.PathLike):
                 setattr(self, f.name, str(getattr(self, f.name)))
@@ -205,8 +207,6 @@ examples:
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.prompt, str):
-            self.prompt = (self.prompt,)
         is_list = isinstance(self.prompt, (tuple, list))
         if not is_list or not all(isinstance(text, str) for text in self.prompt):
             raise UserError(f"--prompt is {self.prompt!r}; it must be texts")

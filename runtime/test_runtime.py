@@ -213,6 +213,11 @@ def test_settings_made_in_python_are_checked_too(wrong, sentence):
         Settings(**wrong)
 
 
+@pytest.mark.parametrize("kind", (Settings, ExplainSettings))
+def test_a_string_is_one_prompt(kind):
+    assert kind(prompt="def f(x):").prompt == ("def f(x):",)
+
+
 def test_five_lines_of_python_decode_a_prompt_and_ssd_needs_two_processes():
     texts = []
     for mode in ("ar", "sd"):
