@@ -159,6 +159,7 @@ WRONG = (
     ("cache.throughput", "a miss delays its own row", "hit_rate ** batch_size", "hit_rate"),
     ("cache.critical_batch_size", "never infinite", "return math.inf", "return 0.0"),
     ("cache.critical_batch_size", "T_p below 1 is not hidden", "max(1.0, T_p)", "T_p"),
+    ("cache.critical_batch_size", "fails without a cache", "hit_rate == 0 or ", ""),
     ("draft_worker.tree_layout", "branches see the whole trunk",
      ":length[b] + num_accepted[b, j]", ":trunk"),
     ("draft_worker.tree_layout", "branches see each other", "slots[:, j]", "slots"),
