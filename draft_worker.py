@@ -221,8 +221,9 @@ def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> t
 # ---- backups (section 4.3): they draft after a miss ----
 
 def neural_backup(draft: DraftWorker) -> Drafted:
-    """The draft model, a pass per token. The first reads the last two verified tokens: no pass has
-    read the last token of a backup yet, so where all of it was accepted, its KV is missing."""
+    """The draft model, a pass per token. The first reads the last two verified tokens: without
+    pre-speculation no pass has read the last drafted one, so if all were accepted its KV is
+    missing."""
     rows = len(draft.text)
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
     uniforms = to_device(uniforms, draft.model.device)

@@ -227,6 +227,7 @@ class CausalLM:
     def set_pace(self, milliseconds: float) -> None:
         """From now on each decoding pass takes at least so long; 0: no pace. Raises `UserError`
         where this machine cannot compute a pass in that time at all."""
+        self.pace = Pace()
         if milliseconds == 0:
             return
         self.allocate(1, 8, 8)

@@ -68,6 +68,7 @@ class Stats:
         self.spans += spans
 
     def seconds_of(self, work: str) -> list[float]:
+        """How long each piece of this work took."""
         return [end - start for name, start, end in self.spans if name == work]
 
     def mean_seconds(self, work: str) -> float | None:
@@ -129,6 +130,7 @@ def visible(text: str) -> str:
 
 
 def can_show_colours() -> bool:
+    """Standard output is a terminal, and nobody asked for plain text (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 

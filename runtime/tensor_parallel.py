@@ -25,7 +25,7 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_a
          "embedding_rowwise"}
 
 
-def check_shardable(config: PretrainedConfig, ranks: int, enough: str = "") -> None:
+def check_shardable(config: PretrainedConfig, ranks: int, enough: str) -> None:
     """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded.
     `enough`: how many ranks to start instead, in words."""
     kind = config.model_type

@@ -770,6 +770,23 @@ def test_bounds_of_corollary_9_are_shown_where_it_applies():
         assert bounds(ssd | change, sd) == ""
 
 
+@pytest.mark.parametrize("draft_pace, backup, best", (
+    (10, "neural", 6), (16, "neural", 5), (30, "lookup", 3), (20, "lookup", 4)))
+def test_the_benchmark_chooses_K_by_what_is_counted_and_the_pace_as_given(draft_pace, backup, best):
+    """Half of the outcomes hit; a round gives 2 + K / 4 tokens. Nothing is paced for it."""
+    asked = []
+
+    def measure(points: list) -> list[dict]:
+        asked.extend(point.changes for point in points)
+        return [{"lookahead": point.value, "backup": backup, "hit_rate": 0.5,
+                 "E_hit": 2 + point.value / 4, "E_miss": 2 + point.value / 4} for point in points]
+
+    bench = SimpleNamespace(settings=SimpleNamespace(pace=(100, draft_pace)), measure=measure)
+    best_lookahead = importlib.import_module("bench").best_lookahead
+    assert best_lookahead(bench, {"budget": 24}) == best
+    assert all(changes["pace"] == (0, 0) and changes["budget"] == 24 for changes in asked)
+
+
 def test_the_benchmark_predicts_by_theorem_7():
     status, output = obey("bench.py", "--predict")
     large = next(row for row in output.splitlines() if "70B / 1B" in row)
