@@ -713,24 +713,20 @@ def test_greedy_text_is_that_of_generate(family, changes):
 @pytest.mark.parametrize("mode, dtype", (
     ("ssd", "bfloat16"), pytest.param("ar", "bfloat16", marks=slow),
     pytest.param("sd", "bfloat16", marks=slow), pytest.param("ssd", "float16", marks=slow)))
-def test_in_half_precision_text_is_the_targets_within_rounding(mode, dtype):
+def test_in_half_precision_greedy_text_is_the_targets_within_rounding(mode, dtype):
     """A pass over K+1 tokens rounds otherwise than one over all, so near-ties may fall otherwise:
     the logit of every greedy token is within rounding of the largest."""
     target = random_model(num_hidden_layers=2)
-    net, draft = (copy.deepcopy(each).to(getattr(torch, dtype))
-                  for each in (target, imitation(target, 0.1)))
-    for temperature in (0, 1.0):
-        made = decoder(net, draft, mode, max_new_tokens=30, dtype=dtype, temperature=temperature)
-        texts = made(RAGGED)
-        assert mode == "ar" or made.stats.accepted and made.stats.rejected
-        if temperature:
-            assert long_text_p_value(net, Sampler(temperature), RAGGED, texts) > ALPHA
-            continue
-        for prompt, text in zip(RAGGED, texts):
-            logits = replayed(net, prompt, text).double()
-            short = logits.amax(-1) - logits[range(len(text)), text]
-            assert (short <= 4 * torch.finfo(net.dtype).eps * logits.abs().amax()).all()
-            assert (short == 0).double().mean() > 0.9
+    net = copy.deepcopy(target).to(getattr(torch, dtype))
+    draft = imitation(target, 0.1).to(net.dtype)
+    made = decoder(net, draft, mode, max_new_tokens=30, dtype=dtype)
+    texts = made(RAGGED)
+    assert mode == "ar" or made.stats.accepted and made.stats.rejected
+    for prompt, text in zip(RAGGED, texts):
+        logits = replayed(net, prompt, text).double()
+        short = logits.amax(-1) - logits[range(len(text)), text]
+        assert (short <= 4 * torch.finfo(net.dtype).eps * logits.abs().amax()).all()
+        assert (short == 0).double().mean() > 0.9
 
 
 # ---- 5. sampled text: frequencies against the target's exact probabilities ----
@@ -1109,11 +1105,8 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
 
 @pytest.mark.parametrize("count, jobs", (
     (2, [dict(temperature=0), dict(temperature=1, downweight=0.7, public_noise=True)]),
-    pytest.param(2, [
-        dict(temperature=1, downweight=0.7, budget=0),
-        dict(temperature=1, backup="lookup"),
-        dict(temperature=0.8, top_p=0.9, backup="random", fan_out="3,2,1,1")], marks=slow),
-    pytest.param(3, [dict(temperature=1, downweight=0.7, budget=3)], marks=slow)))
+    pytest.param(3, [dict(temperature=1, downweight=0.7, budget=3, backup="random")],
+                 marks=slow)))
 def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(count, jobs):
     """And q arrives bit for bit: it must be what the tokens were drawn from, not what it is rounded
     to. With three ranks two hold the whole target each, here: they compute the same."""
@@ -1126,7 +1119,7 @@ def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(coun
         here = decoder(net, draft, max_new_tokens=40, **choices)
         assert found == decode_batches(here, batches)
         _, hit_rate = found
-        assert (0 < hit_rate < 1) == (choices.get("budget") != 0)
+        assert 0 < hit_rate < 1
 
 
 if __name__ == "__main__":
