@@ -794,10 +794,11 @@ def joint_p_value(texts: torch.Tensor, **choices) -> float:
 
 SETTINGS = [  # the first also in the edit loop
     dict(temperature=1.4, top_k=4, downweight=0.5, public_noise=True, samples=30_000),
-    *(pytest.param(choices, marks=slow) for choices in (
-        dict(temperature=0.7, downweight=0.0, backup="lookup", samples=30_000),
-        dict(temperature=1.0, downweight=0.5),
-        dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1", samples=30_000)))]
+    pytest.param(dict(temperature=0.7, downweight=0.0, backup="lookup", samples=30_000),
+                 marks=slow),
+    pytest.param(dict(temperature=1.0, downweight=0.5), marks=slow),
+    pytest.param(dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1",
+                      samples=30_000), marks=slow)]
 
 
 def test_the_statistic_accepts_the_truth_and_sees_two_percent():

@@ -312,20 +312,19 @@ def test_a_chat_template_makes_each_prompt_a_user_turn():
 
 def test_the_json_file_holds_settings_texts_and_statistics(pair, tmp_path):
     texts = []
-    for mode, seed in (("ar", 3), ("sd", 3), ("sd", 4)):
-        words = [*pair, "--mode", mode, "--temperature", 1, "--seed", seed]
+    for seed in (3, 4):
+        words = [*pair, "--mode", "sd", "--temperature", 1, "--seed", seed]
         assert obey("saguaro.py", *words, "--json", tmp_path / "out")[0] == 0
         config, outputs, stats = read(tmp_path / "out").values()
         assert config.keys() == {field.name for field in fields(Settings)}
-        assert stats.keys() >= Stats().summary().keys()
-        assert ({"fan_out", "backup", "bonus_ranks"} <= stats.keys()) == (mode == "sd")
+        assert stats.keys() >= {"fan_out", "backup", "bonus_ranks", *Stats().summary()}
         assert 0 < stats["verifier_utilisation"] <= 1 and stats["tokens"] == 36
         assert [output["prompt"] for output in outputs] == ["def f(x):", "class A:", "x"]
         for output in outputs:
             assert output.keys() == {"prompt", "text", "tokens", "finish_reason"}
             assert output["finish_reason"] == "length" and len(output["tokens"]) == 12
         texts.append(outputs)
-    assert texts[1] != texts[2], "another seed, another text"
+    assert texts[0] != texts[1], "another seed, another text"
 
 
 def test_the_summary_names_the_pace_and_the_share_of_passes_in_time(pair, tmp_path, capsys):
@@ -335,10 +334,11 @@ def test_the_summary_names_the_pace_and_the_share_of_passes_in_time(pair, tmp_pa
     assert status == 0 and stats["seconds"] > 2 * 0.04
     kept = f"{stats['pace_kept']:.0%}"
     assert re.search(rf"pace kept +{kept}   of passes: target 40 ms, draft 20 ms\n", output)
-    assert ("too slow for the pace" in output) == (stats["pace_kept"] < 0.95)
-    late = Stats(pace_kept=18, passes=20).summary()
-    Display(Job(Settings(mode="ar", pace=(40, 0), prompt="x"))).summarise(late)
-    assert re.search("pace kept +90% .*\n  This machine was too slow", capsys.readouterr().out)
+    display = Display(Job(Settings(mode="ar", pace=(40, 0), prompt="x")))
+    for kept in (18, 19):
+        display.summarise(Stats(pace_kept=kept, passes=20).summary())
+    warned = re.findall(r"kept +(\S+) .*\n  This machine was too slow", capsys.readouterr().out)
+    assert warned == ["90%"]
 
 
 def test_control_characters_of_prompts_and_texts_are_shown(capsys):
