@@ -81,15 +81,6 @@ def obey(program: str, *words, out=None) -> tuple[int, str]:
     return stopped.value.code or 0, output.getvalue()
 
 
-def obey_in_ranks(count: int, commands: list[tuple], job=None) -> list[list[tuple[int, str]]]:
-    """What `obey` returns in each of `count` ranks, command by command. A command is a machine
-    (number of GPUs, free bytes of each, or 0 for enough), and words."""
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-              for _ in commands]  # where the ranks meet
-    ports = [store.port for store in stores]
-    return in_ranks(count, job or obey_in_rank, list(zip(ports, commands)))
-
-
 def obey_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
     torch.set_num_threads = lambda count: None
     results = []
@@ -102,6 +93,16 @@ def obey_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
         if dist.is_initialized():  # the command has failed
             dist.destroy_process_group()
     return results
+
+
+def obey_in_ranks(count: int, commands: list[tuple],
+                  job=obey_in_rank) -> list[list[tuple[int, str]]]:
+    """What `obey` returns in each of `count` ranks, command by command. A command is a machine
+    (number of GPUs, free bytes of each, or 0 for enough), and words."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+              for _ in commands]  # where the ranks meet
+    ports = [store.port for store in stores]
+    return in_ranks(count, job, list(zip(ports, commands)))
 
 
 def read(file: Path) -> dict:
@@ -160,7 +161,7 @@ WRONG = {  # a command, and what is said about it
     "--json /proc/out.json": "--json /proc/out.json: ",
     "--target ./nowhere": "--target ./nowhere: no such folder",
     "--target no-such/model": "no-such/model: neither a folder with a model",
-    "--target ADDED --mode ar --prompt a 'b <word>'":
+    "a 'b <word>' --target ADDED --mode ar":
         "prompt 2 of 2 holds the token '<word>', number 2048,",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
     "--target DEEPER --mode ar": "its files lack model.layers.",
@@ -241,11 +242,6 @@ def test_prompt_files_are_split_at_newlines_only_and_may_begin_with_a_byte_order
                         for name, text in zip(settings.PROMPT_FIELDS, texts))
     (tmp_path / "prompts").write_text(f"\ufeff{lines}\n\n", "utf-8", newline="")
     assert read_json_lines(str(tmp_path / "prompts")) == texts
-
-
-def test_prompts_may_stand_without_their_flag():
-    assert parse(Settings, ["def f(x):", "x"]).prompt == ("def f(x):", "x")
-    assert parse(Settings, ["--mode", "ar", "x"]).prompt == ("x",)
 
 
 def with_standard_input(commands: list[tuple]) -> list[tuple[int, str]]:
