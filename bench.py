@@ -1,10 +1,4 @@
-"""The paper's evaluation section in small.
-
-    python bench.py                         AR, SD and SSD, greedy and sampled, paced
-    python bench.py --quick                 the same, shorter
-    python bench.py --sweep timeline shape  figures of the paper; "all": these tables, and each one
-    python bench.py --pace 0 0              as fast as this machine computes
-    python bench.py --predict               no measurement: Theorem 7 at the paper's scale
+"""The paper's evaluation section in small (`python bench.py --help`).
 
 SSD is worth something where target and draft compute on devices of their own. So by default every
 pass is paced: it takes as long as on the paper's hardware, four times slower, and everything else
@@ -25,11 +19,11 @@ if __name__ == "__main__":
 
 import bisect
 import platform
+import sys
 import time
-from dataclasses import asdict, replace
-from typing import Any, Iterator, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -42,15 +36,19 @@ from runtime.model import Pace
 from runtime.placement import Job
 from runtime.rank_counts import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
                                  fit_power_law)
-from runtime.screen import Stats
+from runtime.screen import Stats, theorem_7
 from saguaro import Decoder, warm_up
 
 SLOWER = {1: 1, 2: 2, 4: 3, 8: 6, 12: 9}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = (3, 4, 5, 6)  # among which each line of the comparison has its best
+SLACK = 1.1  # a pre-speculation takes up to so many times its paced passes: see T_p in RESULTS.md
+BASE = "budget 64"  # of whose ranks other caches' hits are counted
 PAPER = {("SSD", 0): "1.58 x SD, 4.68 x AR"}  # 70B / 1B, mean of four data sets
 COLUMNS = ("lookahead", "tokens/s", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit",
            "E_miss", "T_v in ms", "T_p", "T_b", "verifier_utilisation", "measured / Theorem 7",
            "pace_kept")
+COUNTED = ("lookahead", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss",
+           "backup", "bonus_ranks", "bonus_ranks_after_backup", "T_v in ms", "T_p", "T_b")
 Figures = dict[str, Any]
 
 
@@ -59,6 +57,8 @@ class Point(NamedTuple):
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
+    seeds: int = 3           # if sampled
+    counted: bool = False    # decoded without the pace, and its speed found by Theorem 7
 
 
 # ---- measuring ----
@@ -81,19 +81,19 @@ class Bench:
             if models.draft:  # buffers and graphs serve all points
                 models.draft.min_slots += 8 * (1 + 64)
         self.prompts = self.job.prompts[:3 if settings.quick else None]
-        self.num_seeds = 1 if settings.quick else 3  # of a sampled point
         self.measured = {}  # figures by point: lines share points
-        self.process = psutil.Process()
-        self.used_by_others()
 
     def settings_of(self, point: Point) -> Settings:
         given = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens}
+        if point.counted:
+            given["pace"] = (0.0, 0.0)
         return self.settings.to_settings(**given | point.changes)
 
-    def decoders(self, settings: Settings) -> list[Decoder]:
+    def decoders(self, point: Point) -> list[Decoder]:
         """One for each seed, where texts or hits depend on it."""
-        once = settings.temperature == 0 or settings.mode == "ar"
-        seeds = range(settings.seed, settings.seed + (1 if once else self.num_seeds))
+        settings = self.settings_of(point)
+        once = settings.temperature == 0 or settings.mode == "ar" or self.settings.quick
+        seeds = range(settings.seed, settings.seed + (1 if once else point.seeds))
         models = (self.sd_models, None)
         if settings.mode == "ssd":
             models = (self.models, self.job.placement)
@@ -103,14 +103,14 @@ class Bench:
 
     def measure(self, points: list[Point]) -> list[Figures]:
         """The figures of every point. What was measured before is not decoded again."""
-        wanted = [self.settings_of(point) for point in points]
-        keys = [(len(self.prompts), repr(settings)) for settings in wanted]
+        keys = [(len(self.prompts), point.seeds, repr(self.settings_of(point)))
+                for point in points]
         turns = []
-        for key, settings in dict(zip(keys, wanted)).items():
+        for key, point in dict(zip(keys, points)).items():
             stats = Stats()
-            for decoder in self.decoders(settings) if key not in self.measured else ():
+            for decoder in self.decoders(point) if key not in self.measured else ():
                 decoder.stats = stats  # of all seeds
-                rows = settings.batch_size
+                rows = decoder.settings.batch_size
                 turns += [(rows, n, key, decoder) for n in range(0, len(self.prompts), rows)]
         if not any(self.settings.pace):  # then speed drifts, and points take turns
             turns.sort(key=lambda turn: turn[:2])
@@ -122,7 +122,9 @@ class Bench:
         found = [self.leads and {key: figures_of(decoder) for key, decoder in decoders.items()}]
         dist.broadcast_object_list(found, 0)
         self.measured |= found[0]
-        return [self.measured[key] for key in keys]
+        found = [self.measured[key] for key in keys]
+        return [at_pace(self.settings, f) if point.counted else f
+                for point, f in zip(points, found)]
 
     def decode(self, decoder: Decoder, batch: list[list[int]], on_tokens=lambda *_: None) -> None:
         """At the pace of its batch size. Rank 1 has no part in AR and SD."""
@@ -139,19 +141,11 @@ class Bench:
         """The first prompt: spans of work on both ranks, (work, start, end) in seconds, and of each
         round (its end, number of new tokens, was its outcome a hit?)."""
         rounds = []
-        decoder = self.decoders(self.settings_of(point))[0]
+        decoder = self.decoders(point)[0]
         self.decode(decoder, self.prompts[:1], lambda row, tokens, source: rounds.append(
             (time.perf_counter(), len(tokens), source == PRIMARY)))
         outcomes = [(end, count, hit) for (end, count, _), (*_, hit) in zip(rounds, rounds[1:])]
         return {"spans": decoder.stats.spans, "rounds": outcomes}
-
-    def used_by_others(self) -> str:
-        """The share of the cores that other programs used since the last call."""
-        own = [None, None]
-        dist.all_gather_object(own, self.process.cpu_percent() / psutil.cpu_count())
-        others = max(0.0, psutil.cpu_percent() - sum(own))
-        warning = "DISTURBED: " if others > 25 else ""
-        return f"{warning}other programs used {others:.0f}% of the cores"
 
 
 def figures_of(decoder: Decoder) -> Figures:
@@ -161,22 +155,28 @@ def figures_of(decoder: Decoder) -> Figures:
     rows = settings.batch_size
     found = decoder.stats.summary()
     if settings.mode != "ssd":
-        found["hit_rate"] = None
+        found["hit_rate"] = None  # draws no line
     T_v = decoder.stats.mean_seconds("verify")
     slower = SLOWER[rows] if any(settings.pace) else 1
     speed = slower * found["tokens_per_second"]
-    predicted = slower * rows * theorem_7(found, T_v, found["T_p"], found["T_b"], rows)
+    predicted = slower * rows * theorem_7(found, rows) / T_v
     return found | {
         "lookahead": settings.lookahead if settings.mode != "ar" else 0,
         "tokens/s": speed, "tokens/s of one row": speed / rows, "Theorem 7": predicted,
         "measured / Theorem 7": speed / predicted, "T_v in ms": 1000 * T_v}
 
 
-def theorem_7(f: Figures, T_v: float, T_p: float | None, T_b: float | None,
-              rows: int = 1) -> float:
-    """Tokens per second and row; T_v in seconds. What was not seen counts as 0."""
-    parts = (f["hit_rate"], f["E_hit"], f["E_miss"], T_p, T_b)
-    return throughput(*(part or 0.0 for part in parts), rows) / T_v
+def at_pace(settings: BenchSettings, f: Figures) -> Figures:
+    """What was counted, and the speed that follows from it by Theorem 7: at the pace as given or,
+    where there is none, with the times that were measured."""
+    target, draft = settings.pace
+    K = f["lookahead"]
+    f = {name: f[name] for name in COUNTED}
+    if target:
+        f["T_v in ms"] = target
+        f["T_p"] = SLACK * (K + 1) * draft / target
+        f["T_b"] = K * draft / target if f["backup"] == "neural" else 0.0
+    return f | {"tokens/s": 1000 * theorem_7(f) / f["T_v in ms"]}
 
 
 # ---- the comparison ----
@@ -196,16 +196,11 @@ def lines_to_compare(paced: bool, temperature: float) -> dict[str, dict[str, Any
 
 
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
-    """The K with which these settings are fastest, by Theorem 7 with the pace as given. All else is
-    counted, and decoded unpaced: so the choice is the same in every launch."""
-    target, draft = bench.settings.pace
-    unpaced = changes | {"pace": (0.0, 0.0)}
-    points = [Point("", K, unpaced | {"lookahead": K}) for K in LOOKAHEADS]
-    speeds = {}
-    for K, f in zip(LOOKAHEADS, bench.measure(points)):
-        T_b = K * draft / target if f["backup"] == "neural" else 0.0
-        speeds[K] = theorem_7(f, target, (K + 1) * draft / target, T_b)
-    return max(speeds, key=speeds.get)
+    """The K with which these settings are fastest, as `at_pace` tells from what is counted: so the
+    choice is the same in every launch."""
+    points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
+    speeds = [f["tokens/s"] for f in bench.measure(points)]
+    return LOOKAHEADS[speeds.index(max(speeds))]
 
 
 def comparison(bench: Bench, temperature: float) -> list[Figures]:
@@ -222,13 +217,12 @@ def comparison(bench: Bench, temperature: float) -> list[Figures]:
     found = bench.measure(points)
     best = {point.name: f for point, f in zip(points, found)}
     sd = best["SD"]
-    load = bench.used_by_others()
     if bench.leads:
         rows = [[name, f["tokens/s"], f["tokens/s"] / best["AR"]["tokens/s"],
                  f["tokens/s"] / sd["tokens/s"], f["Theorem 7"] / sd["Theorem 7"], bounds(f, sd),
                  PAPER.get((name, temperature))] for name, f in best.items()]
-        print_table(f"{load}\ntemperature {temperature:g}: {len(bench.prompts)} prompts, "
-                    f"{bench.settings.max_new_tokens} tokens each",
+        print_table(f"temperature {temperature:g}: {len(bench.prompts)} prompts, "
+                    f"{settings.max_new_tokens} tokens each",
                     ["", "tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9", "paper"], *rows)
         print_figures("T_b of SD is T_SD, the drafting that SSD hides", best)
     return results("comparison", list(zip(points, found)))
@@ -256,13 +250,13 @@ def sweep(bench: Bench, name: str) -> list[Figures]:
     found = bench.measure(points)
     if name == "timeline":
         found = [f | bench.trace(point) for point, f in zip(points, found)]
-    others = other_caches(bench.settings, name, points, found)
-    shown = [*zip(points, found), *others]
-    load = bench.used_by_others()
+    shown = []
+    for point, f in zip(points, found):
+        shown += other_caches(bench, name, point, f) if point.name == BASE else [(point, f)]
     if bench.leads:
         draw.figure(bench, name, shown)
         rows = {f"{point.name} {point.value:g}": f for point, f in shown}
-        print_figures(f"{load}\n{name}", rows)
+        print_figures(name, rows)
         print_notes(name, points, found)
     return results(name, shown)
 
@@ -280,15 +274,19 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
     def line(name: str, axis: str, values: tuple, changes: dict, **more) -> list[Point]:
         return [Point(name, value, changes | more | {axis: value}) for value in values]
 
+    def count(*what, **more) -> list[Point]:
+        return [point._replace(seeds=16, counted=True) for point in line(*what, **more)]
+
     return {
         "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],
-        "fan-out": line("paper", "temperature", (0.0, 0.7, 1.0), large)
-        + line("public noise", "temperature", (0.7, 1.0), large, public_noise=True),
-        "shape": line("budget 64", "temperature", heats, large)
+        "fan-out": count("paper", "temperature", (0.0, 0.7, 1.0), large)
+        + count("public noise", "temperature", (0.7, 1.0), large, public_noise=True),
+        "shape": count(BASE, "temperature", heats, large)
         + line("geometric, measured", "temperature", heats, ssd)
         + line("SD", "temperature", heats, sd),
-        "downweight": line("budget 24", "downweight", shares, ssd, temperature=warm)
-        + line("budget 64", "downweight", shares, large, temperature=warm),
+        "downweight": count("budget 24", "downweight", shares, ssd, temperature=warm)
+        + line("budget 24, measured", "downweight", shares, ssd, temperature=warm)
+        + count("budget 64", "downweight", shares, large, temperature=warm),
         "noise": line("paper", "temperature", heats, ssd)
         + line("public noise", "temperature", heats, ssd, public_noise=True),
         "batch": line("neural backup", "batch_size", sizes, ssd)
@@ -298,32 +296,30 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
         + line("SD", "batch_size", sizes, sd) + line("SSD", "batch_size", sizes, ssd),
         "lookahead": line("SSD", "lookahead", lookaheads, {"budget": 24})
         + line("SD", "lookahead", lookaheads, {"mode": "sd"}),
-        "budget": line("greedy, measured", "budget", (6, 24, 64), large)
+        "budget": count(BASE, "temperature", (0.0, warm), large)
+        + line("greedy, measured", "budget", (6, 24, 64), large)
         + line("sampled, measured", "budget", (6, 24, 64), large, temperature=warm)}
 
 
-def other_caches(settings: BenchSettings, name: str, points: list[Point],
-                 found: list[Figures]) -> Iterator[tuple[Point, Figures]]:
-    """Hits and speed (Theorem 7) that caches of other shapes and budgets would have had on the very
-    same outcomes, from the ranks counted with a budget of 64."""
-    for point, f in zip(points, found):
-        K = f["lookahead"]
-        caches = []
-        if name == "shape" and point.name == "budget 64":
-            last = ",".join(["0"] * K + ["24"])
-            caches = [("geometric", point.value, "geometric", 24),
-                      ("uniform", point.value, "uniform", 24),
-                      ("all accepted only", point.value, last, 24)]
-        if name == "budget" and point.value == 64:
-            caches = [(point.name.split(",")[0], size, "geometric", size)
-                      for size in (0, 6, 12, 18, 24, 36, 48, 64)]
-        for line, value, policy, budget in caches:
-            shape = fan_out_shape(policy, budget, K, settings.acceptance_rate,
-                                  settings.miss_exponent)
-            E = f["tokens_per_round"]
-            other = {"hit_rate": counted_hit_rate(rank_table(f), shape), "E_hit": E, "E_miss": E}
-            speed = theorem_7(other, f["T_v in ms"] / 1000, f["T_p"], f["T_b"])
-            yield Point(line, value, {}), other | {"tokens/s": speed}
+def other_caches(bench: Bench, name: str, point: Point, f: Figures) -> list[tuple[Point, Figures]]:
+    """What caches of other shapes and budgets would have held of the very same outcomes, from the
+    ranks counted with a budget of 64."""
+    K = f["lookahead"]
+    if name == "shape":
+        last = ",".join(["0"] * K + ["24"])
+        caches = [(line, point.value, policy, 24) for line, policy in (
+            ("geometric", "geometric"), ("uniform", "uniform"), ("all accepted only", last))]
+    else:
+        line = "sampled" if point.value else "greedy"
+        caches = [(line, budget, "geometric", budget) for budget in (0, 6, 12, 18, 24, 36, 48, 64)]
+    others = []
+    for line, value, policy, budget in caches:
+        shape = fan_out_shape(policy, budget, K, bench.settings.acceptance_rate,
+                              bench.settings.miss_exponent)
+        E = f["tokens_per_round"]
+        held = {"hit_rate": counted_hit_rate(rank_table(f), shape), "E_hit": E, "E_miss": E}
+        others.append((Point(line, value, {}), at_pace(bench.settings, f | held)))
+    return others
 
 
 def print_notes(name: str, points: list[Point], found: list[Figures]) -> None:
@@ -419,5 +415,5 @@ def main(settings: BenchSettings) -> None:
     if bench.leads:
         print(f"\n{machine}")
     if bench.leads and settings.out is not None:
-        result = {"machine": machine, "settings": asdict(settings), "results": found}
+        result = {"machine": machine, "arguments": sys.argv[1:], "results": found}
         write_json("--out", settings.out, result)

@@ -17,17 +17,18 @@ COLOURS = {"SD": SD, "AR": AR, "lookup backup": OTHER, "random backup": AR, "uni
 MIN_TOKENS = 50  # bonus tokens to which a power law is fitted
 HIT_RATE = ("hit_rate", "hit rate")
 SPEED = ("tokens/s", "tokens/s (thin: Theorem 7)")
+COUNTED_SPEED = ("tokens/s", "tokens/s (lines: Theorem 7)")
 PANELS = {  # what is on the axes of each panel: y and its label, x ("": the values) and its label
-    "shape": [(*HIT_RATE, "", "temperature"), (*SPEED, "", "temperature")],
+    "shape": [(*HIT_RATE, "", "temperature"), (*COUNTED_SPEED, "", "temperature")],
     "noise": [(*HIT_RATE, "", "temperature"), (*SPEED, "", "temperature")],
     "downweight": [("acceptance_rate", "acceptance rate (numbers: C)", "hit_rate", "hit rate"),
-                   (*SPEED, "", "C")],
+                   (*COUNTED_SPEED, "", "C")],
     "batch": [("tokens/s", "tokens/s (thin: Corollary 16)", "", "batch size")],
     "frontier": [("tokens/s", "tokens/s of all (numbers: batch size)", "tokens/s of one row",
                   "tokens/s of one row")],
     "lookahead": [(*SPEED, "", "lookahead K"), ("T_p", "T_p (above 1 the verifier waits)", "",
                                                 "lookahead K")],
-    "budget": [(*HIT_RATE, "", "budget"), (*SPEED, "", "budget")]}
+    "budget": [(*HIT_RATE, "", "budget"), (*COUNTED_SPEED, "", "budget")]}
 
 
 def words(key: str) -> str:
@@ -59,8 +60,6 @@ def figure(bench, name: str, shown: list[tuple]) -> None:
             fan_out(lines, axes)
         if name == "downweight":
             one_position(bench, axes[2:])
-        if name == "shape":
-            del lines["budget 64"]  # what the others were counted with
         for ax, axis in zip(axes, PANELS.get(name, ())):
             panel(ax, lines, *axis)
         if name in PANELS:
@@ -72,15 +71,18 @@ def figure(bench, name: str, shown: list[tuple]) -> None:
 def panel(ax, lines: dict, y: str, y_label: str, x: str, x_label: str) -> None:
     """A line for each name; of what was measured beside a line, points. Markers: measured."""
     for name, pairs in lines.items():
+        beside = "measured" in name
+        if beside and x:
+            continue
         values = [value for value, _ in pairs]
         across = [figures[x] for _, figures in pairs] if x else values
         up = [figures[y] for _, figures in pairs]
         colour = COLOURS.get(name.split(",")[0], SSD)
         dashes = "--" if "sampled" in name or "64" in name else "-"
-        measured = "seconds" in pairs[0][1]
+        measured = "Theorem 7" in pairs[0][1]
         ax.plot(across, up, label=name, color=colour, markersize=4.5,
-                marker="o" if measured else "", linestyle="" if "measured" in name else dashes)
-        if y == "tokens/s" and not x and measured and "measured" not in name:
+                marker="o" if measured or x else "", linestyle="" if beside else dashes)
+        if y == "tokens/s" and not x and measured and not beside:
             ax.plot(across, [figures["Theorem 7"] for _, figures in pairs], dashes, color=colour,
                     linewidth=0.8)
         for value, *place in zip(values if x else (), across, up):

@@ -114,6 +114,13 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
 
 
+def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
+    """The speedup over autoregressive decoding that follows from what was measured (Thm. 7; in a
+    batch, Cor. 16). What was not seen, such as a miss, has no weight."""
+    parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
+    return throughput(*parts, batch_size)
+
+
 # ---- the screen ----
 
 REPORT = (
@@ -132,19 +139,6 @@ def visible(text: str) -> str:
 def can_show_colours() -> bool:
     """Standard output is a terminal, and nobody asked for plain text (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def predicted_speedups(settings: Settings, summary: dict[str, Any]) -> tuple[float, float] | None:
-    """What this decoding is worth with the parts that were measured: over autoregressive decoding,
-    and over speculative decoding with the same pair (Thm. 7; in batches Cor. 16), whose T_SD is
-    T_b of a neural backup. None where a part was not seen."""
-    names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
-    parts = [summary[name] for name in names]
-    if None in parts or summary["backup"] != "neural":
-        return None
-    ssd = throughput(*parts, settings.batch_size)
-    sd = throughput(0, 0, summary["tokens_per_round"], 1, summary["T_b"])
-    return ssd, ssd / sd
 
 
 class Display:
@@ -268,11 +262,11 @@ class Display:
             self.line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")
         elif summary["rounds"]:
             self.line("backup (T_b)", "", "no miss seen yet")
-        speedups = predicted_speedups(settings, summary)
-        if speedups:
-            over_ar, over_sd = speedups
-            self.line("Theorem 7", f"{over_ar:.2f}", f"x autoregressive with these parts, "
-                      f"{over_sd:.2f} x SD")
+        if T_b is not None and summary["backup"] == "neural":
+            sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
+            over_ar = theorem_7(summary, settings.batch_size)
+            self.line("Theorem 7", f"{over_ar:.2f}", "x autoregressive with these parts, "
+                      f"{over_ar / sd:.2f} x SD")
         self.line("fan-out", "", f"{summary['fan_out']} after a hit, "
                   f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
         if settings.backup == "auto":

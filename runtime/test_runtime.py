@@ -754,20 +754,20 @@ def test_bounds_of_corollary_9_are_shown_where_it_applies():
 
 
 @pytest.mark.parametrize("draft_pace, backup, best", (
-    (10, "neural", 6), (16, "neural", 5), (30, "lookup", 3), (20, "lookup", 4)))
+    (10, "neural", 6), (14, "neural", 5), (16, "neural", 5), (30, "lookup", 3), (20, "lookup", 4)))
 def test_the_benchmark_chooses_K_by_what_is_counted_and_the_pace_as_given(draft_pace, backup, best):
-    """Half of the outcomes hit; a round gives 2 + K / 4 tokens. Nothing is paced for it."""
-    asked = []
+    """Half of the outcomes hit; a round gives 2 + K / 4 tokens."""
+    bench = importlib.import_module("bench")
+    settings = BenchSettings(pace=(100, draft_pace))
+    counted = dict.fromkeys(bench.COUNTED) | {"backup": backup, "hit_rate": 0.5}
 
     def measure(points: list) -> list[dict]:
-        asked.extend(point.changes for point in points)
-        return [{"lookahead": point.value, "backup": backup, "hit_rate": 0.5,
-                 "E_hit": 2 + point.value / 4, "E_miss": 2 + point.value / 4} for point in points]
+        assert all(point.counted and point.changes["budget"] == 24 for point in points)
+        E = {point.value: 2 + point.value / 4 for point in points}
+        return [bench.at_pace(settings, counted | {"lookahead": K, "E_hit": E[K], "E_miss": E[K]})
+                for K in E]
 
-    bench = SimpleNamespace(settings=SimpleNamespace(pace=(100, draft_pace)), measure=measure)
-    best_lookahead = importlib.import_module("bench").best_lookahead
-    assert best_lookahead(bench, {"budget": 24}) == best
-    assert all(changes["pace"] == (0, 0) and changes["budget"] == 24 for changes in asked)
+    assert bench.best_lookahead(SimpleNamespace(measure=measure), {"budget": 24}) == best
 
 
 def test_the_benchmark_predicts_by_theorem_7():
