@@ -73,6 +73,14 @@ def option(group: str, default, help: str, min: float | None = None, max: float 
     return field(default=default, metadata=dict(group=group, min=min, max=max, form=form))
 
 
+def pace_option(default: tuple[float, float]):
+    return option(
+        MACHINE, default, "every decoding pass of the target and of the draft takes at least so "
+        "many milliseconds, and sleeps where the computation was faster: the latencies of other "
+        "hardware on this machine, such as 73.2 10.2, those of a 70B target and of a small draft "
+        "on H100s, times four; 0 0: off", nargs=2, type=float, metavar=("TARGET_MS", "DRAFT_MS"))
+
+
 @dataclass
 class DecodingSettings:
     """The options that all commands share."""
@@ -80,6 +88,8 @@ class DecodingSettings:
         MODELS, str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
     draft: str = option(
         MODELS, str(TINY / "draft"), "draft model with the target's vocabulary")
+    apply_chat_template: bool = option(
+        TEXT, False, "make each prompt a user turn of the chat template")
     lookahead: int = option(METHOD, 4, "K, tokens drafted per round", min=1)
     temperature: float = option(SAMPLING, 0.0, "0 is greedy", min=0, max=1e9)
     top_k: int = option(SAMPLING, 0, "sample among the N likeliest tokens; 0: among all", min=0,
@@ -116,11 +126,7 @@ class DecodingSettings:
                          choices=("auto", "cpu", "cuda"))
     eager: bool = option(
         MACHINE, False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
-    pace: tuple[float, float] = option(
-        MACHINE, (0.0, 0.0), "every decoding pass of the target and of the draft takes at least so "
-        "many milliseconds, and sleeps where the computation was faster: the latencies of other "
-        "hardware, such as 73.2 10.2, on this machine; 0 0: off", nargs=2, type=float,
-        metavar=("TARGET_MS", "DRAFT_MS"))
+    pace: tuple[float, float] = pace_option((0.0, 0.0))
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
@@ -198,8 +204,6 @@ examples:
     max_new_tokens: int = option(TEXT, 128, "tokens to generate for each prompt, at most", min=1)
     batch_size: int = option(TEXT, 1, "prompts decoded together", min=1)
     ignore_eos: bool = option(TEXT, False, "do not stop at an end-of-sequence token")
-    apply_chat_template: bool = option(
-        TEXT, False, "make each prompt a user turn of the chat template")
     json: str | None = option(TEXT, None, "write settings, texts and statistics to this file")
     mode: str = option(
         METHOD, "ssd", "speculative speculative, speculative or autoregressive decoding",
@@ -234,13 +238,7 @@ examples:
     prompts: str = option(TEXT, str(TINY / "prompts.jsonl"),
                           "JSON Lines, each with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 40, "tokens to generate for each prompt, exactly", min=2)
-    apply_chat_template: bool = option(
-        TEXT, False, "make each prompt a user turn of the chat template")
-    pace: tuple[float, float] = option(
-        MACHINE, (73.2, 10.2), "every decoding pass of the target and of the draft takes at least "
-        "so many milliseconds: those of a 70B target and of a small draft on H100s, times "
-        "four; 0 0: as fast as this machine computes", nargs=2, type=float,
-        metavar=("TARGET_MS", "DRAFT_MS"))
+    pace: tuple[float, float] = pace_option((73.2, 10.2))
     quick: bool = option(BENCH, False, "3 prompts, 24 tokens, one seed, no choice of K")
     sweep: tuple[str, ...] = option(
         BENCH, (), f"draw figures: all (and compare), {', '.join(SWEEPS)}", nargs="+",
@@ -272,8 +270,6 @@ examples:
 
     prompt: tuple[str, ...] = option(
         TEXT, (), "the text to continue; several are a batch, to see section 4.3", nargs="+")
-    apply_chat_template: bool = option(
-        TEXT, False, "make each prompt a user turn of the chat template")
     rounds: int = option(
         SLOW_MOTION, 3, "rounds to show after round 0, the prompt's", min=1)
     pause: bool = option(SLOW_MOTION, False, "wait for Enter after each round")
