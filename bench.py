@@ -42,7 +42,7 @@ from saguaro import Decoder, warm_up
 SLOWER = {1: 1, 2: 2, 4: 3, 8: 6, 12: 9}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = (3, 4, 5, 6)  # among which each line of the comparison has its best
 SLACK = 1.1  # a pre-speculation takes up to so many times its paced passes: see T_p in RESULTS.md
-BASE = "budget 64"  # of whose ranks other caches' hits are counted
+BASE = "base"  # a budget of 64, of whose ranks the hits of other caches are counted
 PAPER = {("SSD", 0): "1.58 x SD, 4.68 x AR"}  # 70B / 1B, mean of four data sets
 COLUMNS = ("lookahead", "tokens/s", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit",
            "E_miss", "T_v in ms", "T_p", "T_b", "verifier_utilisation", "measured / Theorem 7",
@@ -275,7 +275,7 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
         return [Point(name, value, changes | more | {axis: value}) for value in values]
 
     def count(*what, **more) -> list[Point]:
-        return [point._replace(seeds=16, counted=True) for point in line(*what, **more)]
+        return [point._replace(seeds=8, counted=True) for point in line(*what, **more)]
 
     return {
         "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],
@@ -285,7 +285,7 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
         + line("geometric, measured", "temperature", heats, ssd)
         + line("SD", "temperature", heats, sd),
         "downweight": count("budget 24", "downweight", shares, ssd, temperature=warm)
-        + line("budget 24, measured", "downweight", shares, ssd, temperature=warm)
+        + line("budget 24, measured", "downweight", (1.0, 0.5, 0.0), ssd, temperature=warm)
         + count("budget 64", "downweight", shares, large, temperature=warm),
         "noise": line("paper", "temperature", heats, ssd)
         + line("public noise", "temperature", heats, ssd, public_noise=True),
