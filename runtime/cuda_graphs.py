@@ -113,11 +113,3 @@ class GraphRunner:
         flag = torch.tensor(int(fine), device=self.model.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
         return bool(flag)
-
-
-def use_cuda_graphs(model: CausalLM, group: dist.ProcessGroup | None = None) -> None:
-    """Capture the passes of a model, or of a `group`'s share of it, that sits on one CUDA device
-    entirely; leave any other as it is."""
-    devices = {parameter.device for parameter in model.model.parameters()}
-    if model.device.type == "cuda" and devices == {model.device}:
-        model.forward_fn = GraphRunner(model, group)

@@ -126,8 +126,8 @@ class KVCache:
         if layer not in self.layers:
             self.layers[layer] = [new.new_zeros(*new.shape[:2], self.slots, new.shape[-1])
                                   for new in (keys, values)]
+        slots = self.slot_mapping
         for buffer, new in zip(self.layers[layer], (keys, values)):
-            slots = self.slot_mapping.to(new.device)
             if len(slots) == 1:  # the same as below, in half the time
                 buffer.index_copy_(2, slots[0], new)
             else:
@@ -155,7 +155,7 @@ class CausalLM:
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
         self.min_slots = 0  # that suffice for all batches to come, where that is known
-        self.forward_fn = self.forward_eager  # `cuda_graphs.use_cuda_graphs` replaces it
+        self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
         self.pace = Pace()
         check_model(self)
 
@@ -252,26 +252,19 @@ class CausalLM:
         return [eos] if isinstance(eos, int) else list(eos)
 
 
-def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
-         max_memory: dict[int, int] | None = None) -> PreTrainedModel:
-    """Load a checkpoint (Hub id or folder). `device` may also be a placement of accelerate's, such
-    as "sequential", over the GPUs of `max_memory` (bytes by GPU)."""
+def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
+         device: torch.device | str) -> PreTrainedModel:
+    """Load a checkpoint (Hub id or folder)."""
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device, max_memory=max_memory,
-            output_loading_info=True)
+            path, config=config, dtype=dtype, device_map=device, output_loading_info=True)
         if report["missing_keys"]:  # transformers would draw these weights at random
             raise ValueError(f"its files lack {min(report['missing_keys'])}")
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ValueError("offloaded to the disk")  # which accelerate itself raises at times
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:  # a corrupt file raises what its reader pleases
-        if isinstance(problem, torch.OutOfMemoryError):
-            raise
-        said = first_line(problem)
-        if max_memory and "offload" in said:
-            said = f"it does not fit into the free memory of {len(max_memory)} GPUs"
-        raise UserError(f"cannot load {path}: {said}") from problem
+        raise UserError(f"cannot load {path}: {first_line(problem)}") from problem
     return model
 
 
@@ -279,12 +272,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor in host memory, or there already, on the device; the host does not wait for what the
     GPU is doing."""
     return tensor.to(device, non_blocking=True)
-
-
-def weights_size(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights; none are loaded."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
