@@ -350,6 +350,20 @@ def test_how_often_the_host_waits_for_the_gpu():
     assert in_ranks(1, count_host_waits) == [[[1, 1, 1]] * 2]
 
 
+def waits_for_a_pace() -> int:
+    """A rank's job."""
+    fake_gpus()
+    model = CausalLM(copy.deepcopy(random_model()).to("cuda:0"))
+    before = FakeCUDA.host_waits
+    model.set_pace(1e6)
+    return FakeCUDA.host_waits - before
+
+
+def test_a_pace_is_compared_with_passes_that_have_ended():
+    """Not with their launches."""
+    assert in_ranks(1, waits_for_a_pace) == [3]
+
+
 def send_to_host() -> list:
     """A rank's job: what is sent of a speculation drafted on a GPU, where another rank has none."""
     fake_gpus()
