@@ -105,8 +105,8 @@ class Pace:
 
 
 class KVCache:
-    """The keys and values of all layers: two buffers `[B, heads, slots, head size]` each, made at
-    the first write."""
+    """The keys and values of all layers: two buffers `[rows, heads, slots, head size]` each, made
+    at the first write. Smaller batches use the first rows."""
 
     def __init__(self, rows: int, slots: int):
         self.rows = rows
@@ -124,15 +124,17 @@ class KVCache:
         """Called by every attention layer: store `[B, heads, n, head size]`, return all to be
         seen."""
         if layer not in self.layers:
-            self.layers[layer] = [new.new_zeros(*new.shape[:2], self.slots, new.shape[-1])
-                                  for new in (keys, values)]
+            self.layers[layer] = [
+                new.new_zeros(self.rows, new.shape[1], self.slots, new.shape[-1])
+                for new in (keys, values)]
         slots = self.slot_mapping
-        for buffer, new in zip(self.layers[layer], (keys, values)):
+        buffers = [buffer[:len(keys)] for buffer in self.layers[layer]]
+        for buffer, new in zip(buffers, (keys, values)):
             if len(slots) == 1:  # the same as below, in half the time
                 buffer.index_copy_(2, slots[0], new)
             else:
                 buffer.scatter_(2, slots[:, None, :, None].expand_as(new), new)
-        return [buffer[:, :, :self.used] for buffer in self.layers[layer]]
+        return [buffer[:, :, :self.used] for buffer in buffers]
 
     def get_seq_length(self, *_) -> int:
         return 0  # read by some models to number the positions, which we always give
@@ -169,8 +171,9 @@ class CausalLM:
                 f"this {self.model.config.model_type} model treats texts of more than {limit} "
                 "tokens in a way that KV slots cannot express, and this run may need "
                 f"{max_length}: shorten the prompt or --max-new-tokens")
-        if self.kv.rows != rows or self.kv.slots < slots:
-            self.kv = KVCache(rows, max(slots, self.min_slots))
+        slots = max(slots, self.min_slots)
+        if self.kv.rows < rows or self.kv.slots < slots:
+            self.kv = KVCache(rows, slots)
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()

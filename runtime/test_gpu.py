@@ -285,11 +285,14 @@ def test_joining_connects_the_gpus_and_tells_the_devices():
 
 def test_batches_of_a_job_share_buffers_and_graphs():
     model = CausalLM(random_model())
-    model.min_slots = 34
+    model.min_slots = 2 * model.kv.slots  # twice those of its check
+    model.allocate(1, 14, 10)
+    assert model.kv.slots == model.min_slots
     model.allocate(2, 14, 10)
     kv = model.kv
     model.allocate(2, 34, 30)
-    assert model.kv is kv and kv.slots == 34
+    model.allocate(1, 14, 10)
+    assert model.kv is kv and (kv.rows, kv.slots) == (2, model.min_slots)
 
 
 def test_a_warm_up_captures_and_changes_nothing():
