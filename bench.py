@@ -107,7 +107,7 @@ class Bench:
         if settings.mode == "ssd":
             models = (self.models, self.job.placement)
         if self.job.placement.on_gpus and (self.leads or settings.mode == "ssd"):
-            warm_up(settings, *models, self.prompts)
+            warm_up(settings, *models, self.prompts[:settings.batch_size])
         return [Decoder(replace(settings, seed=seed), *models) for seed in seeds]
 
     def measure(self, points: list[Point]) -> list[Figures]:

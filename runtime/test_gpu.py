@@ -110,7 +110,7 @@ def fake_graphs(monkeypatch):
     """The code for CUDA graphs runs on a CPU."""
     for name, value in FAKES.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda_graphs, "BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "WIDTHS", [16, 32, 64])
 
 
 CPU = torch.device("cpu")
@@ -203,6 +203,7 @@ def fake_gpus() -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_device_name = lambda _: "stand-in"
     torch.cuda.set_device = lambda _: None
 
 

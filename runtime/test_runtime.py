@@ -39,14 +39,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cache
 import draft_worker
+import saguaro
 from cache import PRIMARY
-from runtime import launch, settings
+from runtime import cuda_graphs, launch, settings
 from runtime.model import CausalLM
 from runtime.placement import Job, encode, open_model
 from runtime.screen import Display, Stats
 from runtime.settings import (ROOT, TINY, BenchSettings, ExplainSettings, Settings, UserError,
                               parse, read_json_lines)
-from runtime.test_gpu import fake_gpus
+from runtime.test_gpu import FakeGraph, fake_gpus
 from saguaro import Decoder
 from test_equivalence import RAGGED, decoder, greedy_reference, imitation, in_ranks, random_model
 
@@ -577,6 +578,41 @@ def test_the_text_is_the_same_in_every_mode_wherever_the_models_are(pair, tmp_pa
             assert hits.setdefault(name, hit_rate) == hit_rate, runs[number]
     assert texts["greedy"] == texts["ar"] != texts["sampled sd"]
     assert 0 < min(hits["greedy"], hits["sampled"]) and hits["sampled sd"] == 0
+
+
+def count_captures(commands: list[tuple]) -> list[int]:
+    """A rank's job: how many passes were captured, and how many of them in a warm-up."""
+    counts = []
+    warm_up = saguaro.warm_up
+
+    def count(*given) -> None:
+        before = FakeGraph.captures
+        warm_up(*given)
+        counts.append(FakeGraph.captures - before)
+
+    saguaro.warm_up = importlib.import_module("bench").warm_up = count
+    cuda_graphs.WIDTHS = [16, 32, 64]
+    results = obey_in_rank(commands)
+    assert results[0][0] == 0, results
+    return [FakeGraph.captures, sum(counts)]
+
+
+@slow
+@pytest.mark.parametrize("num_gpus, words, num_prompts", (
+    (2, ["saguaro.py", "--max-new-tokens", 60, "--batch-size", 2], 3),
+    (2, ["saguaro.py", "--max-new-tokens", 60, "--lookahead", 2, "--budget", 99], 1),
+    (2, ["bench.py", "--quick", "--pace", 0, 0, "--sweep", "batch"], 3)))
+def test_no_pass_is_captured_while_time_is_measured(num_gpus, words, num_prompts, pair, tmp_path):
+    """In batches of other sizes, in texts that grow, after the first miss."""
+    texts = ("def f(x):", "class A:", "x")[:num_prompts]
+    prompts = tmp_path / "prompts"
+    prompts.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    words = words + pair[:6] + ["--prompts", prompts]
+    if words[0] == "bench.py":
+        words += ["--figures", tmp_path]
+    ranks = obey_in_ranks(2, [(num_gpus, words)], count_captures)
+    assert all(captured == warm for captured, warm in ranks), ranks
+    assert [captured > 0 for captured, _ in ranks] == [True, num_gpus == 2]
 
 
 @slow
