@@ -106,7 +106,7 @@ class Bench:
         models = (self.sd_models, None)
         if settings.mode == "ssd":
             models = (self.models, self.job.placement)
-        if self.job.placement.on_gpus and (self.leads or settings.mode == "ssd"):
+        if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
             warm_up(settings, *models, self.prompts[:settings.batch_size])
         return [Decoder(replace(settings, seed=seed), *models) for seed in seeds]
 

@@ -310,7 +310,7 @@ def main(settings: Settings) -> None:
     """All prompts, decoded and shown."""
     job = Job(settings)
     models = job.load()
-    if any(device != "cpu" for device in job.placement.devices):
+    if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
     display = Display(job) if job.placement.rank == 0 else None

@@ -92,6 +92,11 @@ class Placement:
         self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
 
     @property
+    def any_gpu(self) -> bool:
+        """Does any rank compute on a GPU?"""
+        return any(device != "cpu" for device in self.devices)
+
+    @property
     def on_gpus(self) -> bool:
         """Does this rank compute on a GPU, and all that hold the same model?"""
         peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
