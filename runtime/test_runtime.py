@@ -549,7 +549,7 @@ LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
          "sampled sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"],
          "float32": ["--mode", "ar", "--dtype", "auto"]}  # unless every rank has a GPU
 RUNS = {  # what so many ranks decode, with how many GPUs
-    1: [(0, "ar"), (0, "sampled sd"), (0, "float32")],
+    1: [(0, "ar"), (0, "sampled sd"), (0, "float32"), (1, "sampled sd")],
     2: [*((0, name) for name in LINES), (1, "greedy"), (1, "float32"), (2, "sampled")],
     3: [*((0, name) for name in ("ar", "sampled", "sampled sd")), (3, "greedy"), (3, "sampled")]}
 
