@@ -38,7 +38,7 @@ from tqdm import tqdm
 from cache import (PRIMARY, critical_batch_size, expected_tokens, fan_out_shape,
                    speedup_over_sd_bounds, throughput)
 from figures import draw
-from runtime.model import CausalLM, Pace
+from runtime.model import Pace
 from runtime.placement import Job
 from runtime.rank_counts import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
                                  fit_power_law)
@@ -78,22 +78,15 @@ class Bench:
         if self.leads:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
-        for model, more_slots in ((self.models.target, 8), (self.models.draft, 8 * (1 + 64)),
-                                  (self.sd_models.draft, 8 * (1 + 64))):
-            if model:
-                self.allocate(model, more_slots)
+        rows = min(max(SLOWER), len(self.prompts))
+        slots = self.job.max_length + 8 * (1 + 64)  # those of the largest K and budget
+        for model in (self.models.target, self.models.draft, self.sd_models.draft):
+            if model:  # its buffers, with the graphs captured in them, serve all points
+                model.allocate(rows, slots, self.job.max_length)
         self.num_seeds = 1 if settings.quick else 3  # of a sampled point
         self.measured = {}  # figures by point: lines share points
         self.process = psutil.Process()
         self.used_by_others()
-
-    def allocate(self, model: CausalLM, more_slots: int) -> None:
-        """Buffers that serve all points, with the graphs captured in them: for the largest batch
-        and the longest text, and slots for the largest K and tree."""
-        rows = min(max(SLOWER), len(self.prompts))
-        max_length = max(map(len, self.prompts)) + self.settings.max_new_tokens
-        max_length = min(max_length, self.job.context)
-        model.allocate(rows, max_length + more_slots, max_length)
 
     def settings_of(self, point: Point) -> Settings:
         given = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens}

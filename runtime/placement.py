@@ -124,6 +124,8 @@ class Job:
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template,
                               self.context, self.vocab_size)
+        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
+        self.max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -159,14 +161,12 @@ class Job:
         target = self.load_target() if placement.holds_target else None
         draft = self.load_draft() if placement.holds_draft else None
         settings = self.settings
-        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
-        max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
         target_pace, draft_pace = settings.pace
         if target:
-            target.min_slots = max_length + settings.lookahead
+            target.min_slots = self.max_length + settings.lookahead
             target.set_pace(target_pace)
         if draft:
-            draft.min_slots = max_length + settings.lookahead * (1 + settings.budget)
+            draft.min_slots = self.max_length + settings.lookahead * (1 + settings.budget)
             draft.set_pace(draft_pace)
         if placement.world_size > 1:
             dist.barrier()  # or one rank would time how long another loads
