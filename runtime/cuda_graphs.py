@@ -78,16 +78,19 @@ class GraphRunner:
         """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
         kv = self.model.kv
         seen = mask.shape[-1]
-        mask = torch.nn.functional.pad(mask, (0, kv.slots - seen), value=-torch.inf)
         widths = [width for width in WIDTHS if seen <= width < kv.slots] + [kv.slots]
-        passes = [(tokens, positions, slots, mask[..., :width]) for width in widths]
+
+        def inputs(width: int) -> tuple[torch.Tensor, ...]:
+            wider = torch.nn.functional.pad(mask, (0, width - seen), value=-torch.inf)
+            return tokens, positions, slots, wider
+
         shape = (*tokens.shape, widths[0])
         if shape not in kv.graphs and tokens.shape[1] <= LONGEST_CAPTURED:
-            for width, inputs in zip(widths, passes):
-                self.capture((*tokens.shape, width), inputs)
+            for width in widths:
+                self.capture((*tokens.shape, width), inputs(width))
         if shape in kv.graphs:
-            return kv.graphs[shape].replay(passes[0])
-        return self.model.forward_eager(*passes[0])
+            return kv.graphs[shape].replay(inputs(widths[0]))
+        return self.model.forward_eager(*inputs(widths[0]))
 
     def capture(self, shape: tuple[int, ...], inputs: tuple[torch.Tensor, ...]) -> None:
         kv = self.model.kv
