@@ -77,10 +77,12 @@ class Bench:
         self.sd_models = self.models
         if self.leads:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
-        for models in (self.models, self.sd_models):
-            if models.draft:  # buffers and graphs serve all points
-                models.draft.min_slots += 8 * (1 + 64)
         self.prompts = self.job.prompts[:3 if settings.quick else None]
+        rows = min(max(SLOWER), len(self.prompts))
+        slots = self.job.max_length + 8 * (1 + 64)  # those of the largest K and budget
+        for model in (self.models.target, self.models.draft, self.sd_models.draft):
+            if model:  # its buffers, with the graphs captured in them, serve all points
+                model.allocate(rows, slots, self.job.max_length)
         self.measured = {}  # figures by point: lines share points
 
     def settings_of(self, point: Point) -> Settings:
@@ -97,8 +99,8 @@ class Bench:
         models = (self.sd_models, None)
         if settings.mode == "ssd":
             models = (self.models, self.job.placement)
-        if self.job.placement.on_gpus and (self.leads or settings.mode == "ssd"):
-            warm_up(settings, *models, self.prompts)
+        if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
+            warm_up(settings, *models, self.prompts[:settings.batch_size])
         return [Decoder(replace(settings, seed=seed), *models) for seed in seeds]
 
     def measure(self, points: list[Point]) -> list[Figures]:

@@ -294,18 +294,23 @@ def plan(settings: Settings) -> Plan:
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds that are not counted: on GPUs libraries start, and passes are captured,
-    at their first use."""
+    """Decode a few rounds that are not counted, of the first batch and of the last, which may have
+    fewer rows: on GPUs libraries start, and passes are captured, at their first use. Without a
+    cache every outcome is a miss, and the backup drafts."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
-    Decoder(short, models, placement)(prompts[:settings.batch_size])
+    last = (len(prompts) - 1) // settings.batch_size * settings.batch_size
+    for start in sorted({0, last}):
+        batch = prompts[start:start + settings.batch_size]
+        for rounds in (short, replace(short, budget=0, fan_out="geometric")):
+            Decoder(rounds, models, placement)(batch)
 
 
 def main(settings: Settings) -> None:
     """All prompts, decoded and shown."""
     job = Job(settings)
     models = job.load()
-    if any(device != "cpu" for device in job.placement.devices):
+    if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
     display = Display(job) if job.placement.rank == 0 else None

@@ -3,8 +3,9 @@
 On a GPU a pass over few tokens is hundreds of kernels that take less time than Python takes to
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
 the same addresses every time: it is captured once and replayed. Only the number of slots that
-attention sees must not change from pass to pass, so it is rounded up to a multiple of `BUCKET`; the
-mask hides what that adds.
+attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; the mask
+hides what that adds. At its first use, in a warm-up, a pass is captured for all widths that it will
+need as the text grows.
 
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
 eagerly all together, for a rank that did otherwise would leave the others waiting.
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from runtime.check import differ
 from runtime.model import CausalLM
 
-BUCKET = 256  # slots; see above
+WIDTHS = [2 ** i for i in range(8, 24)]  # slots; see above
 LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their launches
 
 
@@ -75,22 +76,26 @@ class GraphRunner:
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  mask: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
-        forward_eager = self.model.forward_eager
         kv = self.model.kv
-        seen = min(math.ceil(mask.shape[-1] / BUCKET) * BUCKET, kv.slots)
-        mask = torch.nn.functional.pad(mask, (0, seen - mask.shape[-1]), value=-torch.inf)
-        inputs = (tokens, positions, slots, mask)
-        if tokens.shape[1] > LONGEST_CAPTURED:
-            return forward_eager(*inputs)
-        shape = (*tokens.shape, seen)
-        if shape not in kv.graphs:
-            self.capture(shape, inputs)
+        seen = mask.shape[-1]
+        widths = [width for width in WIDTHS if seen <= width < kv.slots] + [kv.slots]
+
+        def inputs(width: int) -> tuple[torch.Tensor, ...]:
+            wider = torch.nn.functional.pad(mask, (0, width - seen), value=-torch.inf)
+            return tokens, positions, slots, wider
+
+        shape = (*tokens.shape, widths[0])
+        if shape not in kv.graphs and tokens.shape[1] <= LONGEST_CAPTURED:
+            for width in widths:
+                self.capture((*tokens.shape, width), inputs(width))
         if shape in kv.graphs:
-            return kv.graphs[shape].replay(inputs)
-        return forward_eager(*inputs)
+            return kv.graphs[shape].replay(inputs(widths[0]))
+        return self.model.forward_eager(*inputs(widths[0]))
 
     def capture(self, shape: tuple[int, ...], inputs: tuple[torch.Tensor, ...]) -> None:
         kv = self.model.kv
+        if shape in kv.graphs or self.model.forward_fn != self:  # captured; or none can be
+            return
         pool = next((graph.graph.pool() for graph in kv.graphs.values()), None)
         graph = CapturedGraph(self.model.forward_eager, inputs, pool, self.stream)
         for step in (graph.capture, graph.try_out):
@@ -113,11 +118,3 @@ class GraphRunner:
         flag = torch.tensor(int(fine), device=self.model.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
         return bool(flag)
-
-
-def use_cuda_graphs(model: CausalLM, group: dist.ProcessGroup | None = None) -> None:
-    """Capture the passes of a model, or of a `group`'s share of it, that sits on one CUDA device
-    entirely; leave any other as it is."""
-    devices = {parameter.device for parameter in model.model.parameters()}
-    if model.device.type == "cuda" and devices == {model.device}:
-        model.forward_fn = GraphRunner(model, group)

@@ -105,8 +105,8 @@ class Pace:
 
 
 class KVCache:
-    """The keys and values of all layers: two buffers `[B, heads, slots, head size]` each, made at
-    the first write."""
+    """The keys and values of all layers: two buffers `[rows, heads, slots, head size]` each, made
+    at the first write. Smaller batches use the first rows."""
 
     def __init__(self, rows: int, slots: int):
         self.rows = rows
@@ -124,15 +124,17 @@ class KVCache:
         """Called by every attention layer: store `[B, heads, n, head size]`, return all to be
         seen."""
         if layer not in self.layers:
-            self.layers[layer] = [new.new_zeros(*new.shape[:2], self.slots, new.shape[-1])
-                                  for new in (keys, values)]
-        for buffer, new in zip(self.layers[layer], (keys, values)):
-            slots = self.slot_mapping.to(new.device)
+            self.layers[layer] = [
+                new.new_zeros(self.rows, new.shape[1], self.slots, new.shape[-1])
+                for new in (keys, values)]
+        slots = self.slot_mapping
+        buffers = [buffer[:len(keys)] for buffer in self.layers[layer]]
+        for buffer, new in zip(buffers, (keys, values)):
             if len(slots) == 1:  # the same as below, in half the time
                 buffer.index_copy_(2, slots[0], new)
             else:
                 buffer.scatter_(2, slots[:, None, :, None].expand_as(new), new)
-        return [buffer[:, :, :self.used] for buffer in self.layers[layer]]
+        return [buffer[:, :, :self.used] for buffer in buffers]
 
     def get_seq_length(self, *_) -> int:
         return 0  # read by some models to number the positions, which we always give
@@ -155,7 +157,7 @@ class CausalLM:
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
         self.min_slots = 0  # that suffice for all batches to come, where that is known
-        self.forward_fn = self.forward_eager  # `cuda_graphs.use_cuda_graphs` replaces it
+        self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
         self.pace = Pace()
         check_model(self)
 
@@ -169,8 +171,9 @@ class CausalLM:
                 f"this {self.model.config.model_type} model treats texts of more than {limit} "
                 "tokens in a way that KV slots cannot express, and this run may need "
                 f"{max_length}: shorten the prompt or --max-new-tokens")
-        if self.kv.rows != rows or self.kv.slots < slots:
-            self.kv = KVCache(rows, max(slots, self.min_slots))
+        slots = max(slots, self.min_slots)
+        if self.kv.rows < rows or self.kv.slots < slots:
+            self.kv = KVCache(rows, slots)
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()
@@ -234,7 +237,8 @@ class CausalLM:
         seconds = []
         for _ in range(3):
             started = time.perf_counter()
-            self.causal(torch.zeros(1, 1, dtype=torch.long, device=self.device), torch.tensor([0]))
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            self.causal(token, torch.tensor([0])).cpu()  # which waits for a GPU
             seconds.append(time.perf_counter() - started)
         fastest = 1000 * min(seconds)
         if milliseconds < fastest:
@@ -252,26 +256,19 @@ class CausalLM:
         return [eos] if isinstance(eos, int) else list(eos)
 
 
-def load(path: str, config: PretrainedConfig, dtype: torch.dtype, device: torch.device | str,
-         max_memory: dict[int, int] | None = None) -> PreTrainedModel:
-    """Load a checkpoint (Hub id or folder). `device` may also be a placement of accelerate's, such
-    as "sequential", over the GPUs of `max_memory` (bytes by GPU)."""
+def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
+         device: torch.device | str) -> PreTrainedModel:
+    """Load a checkpoint (Hub id or folder)."""
     logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device, max_memory=max_memory,
-            output_loading_info=True)
+            path, config=config, dtype=dtype, device_map=device, output_loading_info=True)
         if report["missing_keys"]:  # transformers would draw these weights at random
             raise ValueError(f"its files lack {min(report['missing_keys'])}")
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ValueError("offloaded to the disk")  # which accelerate itself raises at times
+    except torch.OutOfMemoryError:
+        raise
     except Exception as problem:  # a corrupt file raises what its reader pleases
-        if isinstance(problem, torch.OutOfMemoryError):
-            raise
-        said = first_line(problem)
-        if max_memory and "offload" in said:
-            said = f"it does not fit into the free memory of {len(max_memory)} GPUs"
-        raise UserError(f"cannot load {path}: {said}") from problem
+        raise UserError(f"cannot load {path}: {first_line(problem)}") from problem
     return model
 
 
@@ -279,12 +276,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor in host memory, or there already, on the device; the host does not wait for what the
     GPU is doing."""
     return tensor.to(device, non_blocking=True)
-
-
-def weights_size(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights; none are loaded."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).get_memory_footprint()
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -11,14 +11,11 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
 from runtime.check import context_length
-from runtime.cuda_graphs import use_cuda_graphs
-from runtime.model import CausalLM, load, weights_size
+from runtime.cuda_graphs import GraphRunner
+from runtime.model import CausalLM, load
 from runtime.settings import (DecodingSettings, UserError, first_line, in_standard_input,
                               read_prompts)
 from runtime.tensor_parallel import check_shardable, load_sharded
-
-WEIGHTS = 0.8  # the share of several GPUs' free memory for weights: the rest is for the KV
-ONE_GPU = 0.85  # of one GPU's: only a model that sits on one has CUDA graphs
 
 
 class Placement:
@@ -43,11 +40,7 @@ class Placement:
         if local_rank < num_gpus:
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
-        self.on_gpus = self.device.type == "cuda"  # and so are all ranks that hold the same model
-        self.target_gpus = []  # that the target may spread over: all but the draft's
-        if self.tp_size == 1:
-            taken = self.local_world_size - 1 if self.local_world_size > 1 else None
-            self.target_gpus = [gpu for gpu in range(num_gpus) if gpu != taken]
+        self.tp_group = None  # of the ranks that hold the target, if there are several
         next_machine = self.rank - local_rank + self.local_world_size  # its first rank
         draft_is_here = draft_ranks == 1 and next_machine == self.world_size
         self.threads = 1 if any(settings.pace) else self.num_threads(num_gpus, draft_is_here)
@@ -85,21 +78,29 @@ class Placement:
         dist.init_process_group("gloo", timeout=timeout)
         self.devices = [""] * self.world_size
         dist.all_gather_object(self.devices, str(self.device))
-        on_gpus = [device.startswith("cuda") for device in self.devices]
 
         def new_group(ranks: list[int]) -> dist.ProcessGroup:
-            backend = "nccl" if all(on_gpus[rank] for rank in ranks) else "gloo"
+            backend = "gloo" if "cpu" in [self.devices[rank] for rank in ranks] else "nccl"
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank in ranks:  # connects at the first message: now
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             return group
 
-        tp_ranks = list(range(self.tp_size))
         self.world_group = new_group(list(range(self.world_size)))
-        self.tp_group = new_group(tp_ranks) if self.tp_size > 1 else None
-        self.channel_device = self.device if all(on_gpus) else torch.device("cpu")
-        peers = tp_ranks if self.holds_target else [self.draft_rank]
-        self.on_gpus = all(on_gpus[rank] for rank in peers)
+        if self.tp_size > 1:
+            self.tp_group = new_group(list(range(self.tp_size)))
+        self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
+
+    @property
+    def any_gpu(self) -> bool:
+        """Does any rank compute on a GPU?"""
+        return any(device != "cpu" for device in self.devices)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Does this rank compute on a GPU, and all that hold the same model?"""
+        peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
+        return "cpu" not in peers
 
 
 class Models(NamedTuple):
@@ -123,6 +124,8 @@ class Job:
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template,
                               self.context, self.vocab_size)
+        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
+        self.max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -158,14 +161,12 @@ class Job:
         target = self.load_target() if placement.holds_target else None
         draft = self.load_draft() if placement.holds_draft else None
         settings = self.settings
-        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
-        max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
         target_pace, draft_pace = settings.pace
         if target:
-            target.min_slots = max_length + settings.lookahead
+            target.min_slots = self.max_length + settings.lookahead
             target.set_pace(target_pace)
         if draft:
-            draft.min_slots = max_length + settings.lookahead * (1 + settings.budget)
+            draft.min_slots = self.max_length + settings.lookahead * (1 + settings.budget)
             draft.set_pace(draft_pace)
         if placement.world_size > 1:
             dist.barrier()  # or one rank would time how long another loads
@@ -176,20 +177,11 @@ class Job:
         return self.with_graphs(CausalLM(model, self.vocab_size))
 
     def load_target(self) -> CausalLM:
-        """Shared by several ranks; on one device; or, too large for it, filling one GPU after the
-        other."""
-        path = self.settings.target
-        config = self.target_config
-        placement = self.placement
-        if placement.tp_size > 1:
-            group = placement.tp_group
-            model = CausalLM(load_sharded(path, config, self.dtype, placement.device, group))
-            return self.with_graphs(model, group) if placement.on_gpus else model
-        free = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in placement.target_gpus}
-        if len(free) < 2 or weights_size(config, self.dtype) <= ONE_GPU * free[0]:
-            return self.with_graphs(CausalLM(load(path, config, self.dtype, placement.device)))
-        max_memory = {gpu: int(WEIGHTS * free[gpu]) for gpu in free}
-        return self.with_graphs(CausalLM(load(path, config, self.dtype, "sequential", max_memory)))
+        """Whole, or this rank's share of it."""
+        group = self.placement.tp_group
+        given = (self.settings.target, self.target_config, self.dtype, self.placement.device)
+        model = load_sharded(*given, group) if group else load(*given)
+        return self.with_graphs(CausalLM(model), group)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,8 +191,8 @@ class Job:
         return torch.bfloat16 if self.placement.on_gpus else torch.float32
 
     def with_graphs(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
-        if not self.settings.eager:
-            use_cuda_graphs(model, group)
+        if self.placement.on_gpus and not self.settings.eager:
+            model.forward_fn = GraphRunner(model, group)
         return model
 
 

@@ -238,7 +238,7 @@ class Display:
         if settings.mode == "ssd":
             self.summarise_ssd(summary)
         placement = self.job.placement
-        if any(device != "cpu" for device in placement.devices):
+        if placement.any_gpu:
             self.line("devices", "", ", ".join(placement.devices))
         if placement.tp_size > 1:
             print(f"  {placement.tp_size} ranks share the target")

@@ -21,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.integrations import accelerate
 
 import saguaro
 from cache import PRIMARY, Outcome, Speculation
-from runtime import cuda_graphs, launch, placement
+from runtime import cuda_graphs, launch
 from runtime.model import CausalLM, Stopwatch
 from runtime.placement import Job, Models, Placement
 from runtime.settings import Settings, UserError
@@ -111,7 +110,7 @@ def fake_graphs(monkeypatch):
     """The code for CUDA graphs runs on a CPU."""
     for name, value in FAKES.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda_graphs, "BUCKET", 16)
+    monkeypatch.setattr(cuda_graphs, "WIDTHS", [16, 32, 64])
 
 
 CPU = torch.device("cpu")
@@ -189,46 +188,43 @@ def requested_device(function, arguments: tuple, options: dict) -> torch.device 
     return torch.device(named)
 
 
-def fake_gpus(free_bytes: int) -> None:
-    """From now on this process, for the rest of its life, has GPUs with so much free memory each.
-    gloo stands in for NCCL, `FakeGraph` for a CUDA graph."""
-    torch.cuda.mem_get_info = lambda _: (free_bytes, 2 ** 36)
+def fake_gpus() -> None:
+    """From now on this process, for the rest of its life, has GPUs. gloo stands in for NCCL,
+    `FakeGraph` for a CUDA graph."""
     if torch.cuda.CUDAGraph is FakeGraph:
         return
     new_gloo_group = dist.new_group
-    place_parts = accelerate.infer_auto_device_map
     dist.new_group = lambda ranks, timeout, backend: new_gloo_group(ranks)
-    accelerate.infer_auto_device_map = lambda *arguments, **options: {  # a bare number is a GPU
-        part: f"cuda:{gpu}" if isinstance(gpu, int) else gpu
-        for part, gpu in place_parts(*arguments, **options).items()}
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new ones
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode holds for one thread
     FakeCUDA().__enter__()
     for name, value in FAKES.items():
         setattr(torch.cuda, name, value)
     torch.cuda.is_available = lambda: True
+    torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_device_name = lambda _: "stand-in"
     torch.cuda.set_device = lambda _: None
 
 
 # ---- who computes where ----
 
-# GPUs, (mode, world size, ranks here, rank, local rank); device, the target's GPUs, threads
+# GPUs, (mode, world size, ranks here, rank, local rank); device, threads
 PLACEMENTS = {
-    "no GPU, alone": (0, ("sd", 1, 1, 0, 0), "cpu", [], 8),
-    "no GPU, target": (0, ("ssd", 2, 2, 0, 0), "cpu", [], 7),
-    "no GPU, draft": (0, ("ssd", 2, 2, 1, 1), "cpu", [], 1),
-    "no GPU, second of two ranks that share": (0, ("ssd", 3, 3, 1, 1), "cpu", [], 3),
-    "no GPU, two that share": (0, ("ar", 2, 2, 1, 1), "cpu", [], 4),
-    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), "cuda:0", [0], 1),
-    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), "cpu", [0], 7),
-    "one GPU, draft beside a share": (1, ("ssd", 3, 3, 2, 2), "cpu", [], 1),
-    "one GPU, share beside the draft": (1, ("ssd", 3, 3, 1, 1), "cpu", [], 6),
-    "five GPUs, two ranks": (5, ("ssd", 2, 2, 0, 0), "cuda:0", [0, 2, 3, 4], 1),
-    "five GPUs, five ranks": (5, ("ssd", 5, 5, 3, 3), "cuda:3", [], 1),
-    "two machines, draft": (0, ("ssd", 2, 1, 1, 0), "cpu", [], 8),
-    "two machines, share far from the draft": (0, ("ssd", 4, 2, 1, 1), "cpu", [], 4),
-    "two machines with GPUs": (8, ("ssd", 2, 1, 1, 0), "cuda:0", list(range(8)), 1)}
+    "no GPU, alone": (0, ("sd", 1, 1, 0, 0), "cpu", 8),
+    "no GPU, target": (0, ("ssd", 2, 2, 0, 0), "cpu", 7),
+    "no GPU, draft": (0, ("ssd", 2, 2, 1, 1), "cpu", 1),
+    "no GPU, second of two ranks that share": (0, ("ssd", 3, 3, 1, 1), "cpu", 3),
+    "no GPU, two that share": (0, ("ar", 2, 2, 1, 1), "cpu", 4),
+    "one GPU, target": (1, ("ssd", 2, 2, 0, 0), "cuda:0", 1),
+    "one GPU, draft": (1, ("ssd", 2, 2, 1, 1), "cpu", 7),
+    "one GPU, draft beside a share": (1, ("ssd", 3, 3, 2, 2), "cpu", 1),
+    "one GPU, share beside the draft": (1, ("ssd", 3, 3, 1, 1), "cpu", 6),
+    "five GPUs, two ranks": (5, ("ssd", 2, 2, 1, 1), "cuda:1", 1),
+    "five GPUs, five ranks": (5, ("ssd", 5, 5, 3, 3), "cuda:3", 1),
+    "two machines, draft": (0, ("ssd", 2, 1, 1, 0), "cpu", 8),
+    "two machines, share far from the draft": (0, ("ssd", 4, 2, 1, 1), "cpu", 4),
+    "two machines with GPUs": (8, ("ssd", 2, 1, 1, 0), "cuda:0", 1)}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -244,7 +240,7 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16 if logical else 8)
     torch.backends.cuda.enable_cudnn_sdp(True)
     found = Placement(Settings(mode=mode))
-    assert [str(found.device), found.target_gpus, found.threads] == expected
+    assert [str(found.device), found.threads] == expected
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=found))
     assert dtype == (torch.float32 if "cpu" in expected else torch.bfloat16)
@@ -286,29 +282,18 @@ def test_joining_connects_the_gpus_and_tells_the_devices():
         (devices, ["nccl [0, 1, 2] cuda:2"])]
 
 
-@pytest.mark.parametrize("share, device", ((0.83, "cpu"), (0.87, "sequential")))
-def test_a_target_that_fits_on_one_gpu_is_not_spread(share, device, monkeypatch):
-    """`share` of the GPU's free memory is what its weights take."""
-    job = Job(settings("ar"))
-    job.placement.target_gpus = [0, 1]
-    model = placement.load(job.settings.target, job.target_config, job.dtype, "cpu")
-    free = int(model.get_memory_footprint() / share)
-    asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free, 2 * free))
-    monkeypatch.setattr(placement, "load", lambda *given: asked.append(str(given[3])) or model)
-    job.load_target()
-    assert asked == [device]
-
-
 # ---- what costs time once ----
 
 def test_batches_of_a_job_share_buffers_and_graphs():
     model = CausalLM(random_model())
-    model.min_slots = 34
+    model.min_slots = 2 * model.kv.slots  # twice those of its check
+    model.allocate(1, 14, 10)
+    assert model.kv.slots == model.min_slots
     model.allocate(2, 14, 10)
     kv = model.kv
     model.allocate(2, 34, 30)
-    assert model.kv is kv and kv.slots == 34
+    model.allocate(1, 14, 10)
+    assert model.kv is kv and (kv.rows, kv.slots) == (2, model.min_slots)
 
 
 def test_a_warm_up_captures_and_changes_nothing():
@@ -344,7 +329,7 @@ def test_the_stopwatch_does_not_wait_for_the_gpu(fake_graphs, monkeypatch):
 def count_host_waits() -> list[list[int]]:
     """A rank's job: how often the host waits for the GPU, greedy and sampled, in a verification;
     and from the outcome of another to the draft's answer, a hit."""
-    fake_gpus(2 ** 36)
+    fake_gpus()
     model = copy.deepcopy(random_model()).to("cuda:0")
     found = []
     for temperature in (0, 1):
@@ -369,9 +354,23 @@ def test_how_often_the_host_waits_for_the_gpu():
     assert in_ranks(1, count_host_waits) == [[[1, 1, 1]] * 2]
 
 
+def waits_for_a_pace() -> int:
+    """A rank's job."""
+    fake_gpus()
+    model = CausalLM(copy.deepcopy(random_model()).to("cuda:0"))
+    before = FakeCUDA.host_waits
+    model.set_pace(1e6)
+    return FakeCUDA.host_waits - before
+
+
+def test_a_pace_is_compared_with_passes_that_have_ended():
+    """Not with their launches."""
+    assert in_ranks(1, waits_for_a_pace) == [3]
+
+
 def send_to_host() -> list:
     """A rank's job: what is sent of a speculation drafted on a GPU, where another rank has none."""
-    fake_gpus(2 ** 36)
+    fake_gpus()
     sent = []
     dist.broadcast = lambda message, *_: sent.append((str(message.device), message.tolist()))
     gloo = SimpleNamespace(draft_rank=1, world_group=None, channel_device=torch.device("cpu"))

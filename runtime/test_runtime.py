@@ -39,14 +39,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cache
 import draft_worker
+import saguaro
 from cache import PRIMARY
-from runtime import launch, settings
+from runtime import cuda_graphs, launch, settings
 from runtime.model import CausalLM
 from runtime.placement import Job, encode, open_model
 from runtime.screen import Display, Stats
 from runtime.settings import (ROOT, TINY, BenchSettings, ExplainSettings, Settings, UserError,
                               parse, read_json_lines)
-from runtime.test_gpu import fake_gpus
+from runtime.test_gpu import FakeGraph, fake_gpus
 from saguaro import Decoder
 from test_equivalence import RAGGED, decoder, greedy_reference, imitation, in_ranks, random_model
 
@@ -84,10 +85,10 @@ def obey(program: str, *words, out=None) -> tuple[int, str]:
 def obey_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
     torch.set_num_threads = lambda count: None
     results = []
-    for port, ((num_gpus, free_bytes), words) in commands:
+    for port, (num_gpus, words) in commands:
         os.environ["MASTER_PORT"] = str(port)
-        if num_gpus > NUM_GPUS or free_bytes:
-            fake_gpus(free_bytes or 2 ** 36)
+        if num_gpus > NUM_GPUS:
+            fake_gpus()
         torch.cuda.device_count = lambda: num_gpus
         results.append(obey(*words))
         if dist.is_initialized():  # the command has failed
@@ -97,8 +98,8 @@ def obey_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
 
 def obey_in_ranks(count: int, commands: list[tuple],
                   job=obey_in_rank) -> list[list[tuple[int, str]]]:
-    """What `obey` returns in each of `count` ranks, command by command. A command is a machine
-    (number of GPUs, free bytes of each, or 0 for enough), and words."""
+    """What `obey` returns in each of `count` ranks, command by command. A command is a number of
+    GPUs, and words."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
               for _ in commands]  # where the ranks meet
     ports = [store.port for store in stores]
@@ -255,8 +256,8 @@ def test_a_prompt_may_stand_in_standard_input(pair, tmp_path):
     models = pair[:pair.index("--prompt")]
     words = ["--mode", "ssd", "--max-new-tokens", 12, "--json"]
     results, _ = obey_in_ranks(2, [
-        (CPUS, ["saguaro.py", "-", *models, *words, tmp_path / "read"]),
-        (CPUS, ["saguaro.py", "def f(x):", *models, *words, tmp_path / "given"])],
+        (0, ["saguaro.py", "-", *models, *words, tmp_path / "read"]),
+        (0, ["saguaro.py", "def f(x):", *models, *words, tmp_path / "given"])],
         with_standard_input)
     assert [status for status, _ in results] == [0, 0], results
     found, expected = (read(tmp_path / name) for name in ("read", "given"))
@@ -531,29 +532,26 @@ def test_no_rank_outlives_the_other_nor_its_launcher(torchrun):
     assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
-CPUS, SPREAD, TOO_SMALL = (0, 0), (3, 1_990_000), (3, 500_000)  # GPUs, free bytes of each
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
          "sampled": ["--temperature", 1, "--seed", 3, "--downweight", 0.5, "--public-noise"],
          "sampled sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"],
          "float32": ["--mode", "ar", "--dtype", "auto"]}  # unless every rank has a GPU
-RUNS = {  # what so many ranks decode, on which machine
-    1: [(CPUS, "ar"), (CPUS, "sampled sd"), (CPUS, "float32")],
-    2: [*((CPUS, name) for name in LINES), ((1, 0), "greedy"), ((1, 0), "float32"),
-        ((2, 0), "sampled"), (SPREAD, "sampled")],
-    3: [*((CPUS, name) for name in ("ar", "sampled", "sampled sd")), ((3, 0), "greedy"),
-        ((3, 0), "sampled")]}
+RUNS = {  # what so many ranks decode, with how many GPUs
+    1: [(0, "ar"), (0, "sampled sd"), (0, "float32"), (1, "sampled sd")],
+    2: [*((0, name) for name in LINES), (1, "greedy"), (1, "float32"), (2, "sampled")],
+    3: [*((0, name) for name in ("ar", "sampled", "sampled sd")), (3, "greedy"), (3, "sampled")]}
 
 
 @slow
 def test_the_text_is_the_same_in_every_mode_wherever_the_models_are(pair, tmp_path):
-    """In one, two or three ranks, on CPUs and GPUs; with a target that is whole, shared by two
-    ranks, or spread over two GPUs."""
+    """In one, two or three ranks, on CPUs and GPUs; with a target that is whole, or shared by two
+    ranks."""
     texts = {}
     hits = {}
     for count, runs in RUNS.items():
         first, *others = obey_in_ranks(count, [
-            (machine, ["saguaro.py", *pair, *LINES[name], "--json", tmp_path / f"{count}{number}"])
-            for number, (machine, name) in enumerate(runs)])
+            (num_gpus, ["saguaro.py", *pair, *LINES[name], "--json", tmp_path / f"{count}{number}"])
+            for number, (num_gpus, name) in enumerate(runs)])
         assert not any(output for other in others for _, output in other), "rank 0 alone prints"
         for number, (status, output) in enumerate(first):
             name = runs[number][1]
@@ -570,6 +568,42 @@ def test_the_text_is_the_same_in_every_mode_wherever_the_models_are(pair, tmp_pa
     assert 0 < min(hits["greedy"], hits["sampled"]) and hits["sampled sd"] == 0
 
 
+def count_captures(commands: list[tuple]) -> list[int]:
+    """A rank's job: how many passes were captured, and how many of them in a warm-up."""
+    counts = []
+    warm_up = saguaro.warm_up
+
+    def count(*given) -> None:
+        before = FakeGraph.captures
+        warm_up(*given)
+        counts.append(FakeGraph.captures - before)
+
+    saguaro.warm_up = importlib.import_module("bench").warm_up = count
+    cuda_graphs.WIDTHS = [16, 32, 64]
+    results = obey_in_rank(commands)
+    assert results[0][0] == 0, results
+    return [FakeGraph.captures, sum(counts)]
+
+
+@slow
+@pytest.mark.parametrize("num_gpus, words, num_prompts", (
+    (2, ["saguaro.py", "--max-new-tokens", 60, "--batch-size", 2], 3),
+    (2, ["saguaro.py", "--max-new-tokens", 60, "--lookahead", 2, "--budget", 99], 1),
+    (2, ["bench.py", "--quick", "--pace", 0, 0, "--sweep", "batch"], 3),
+    (1, ["bench.py", "--quick", "--pace", 0, 0, "--sweep", "timeline"], 3)))
+def test_no_pass_is_captured_while_time_is_measured(num_gpus, words, num_prompts, pair, tmp_path):
+    """In batches of other sizes, in texts that grow, after the first miss."""
+    texts = ("def f(x):", "class A:", "x")[:num_prompts]
+    prompts = tmp_path / "prompts"
+    prompts.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    words = words + pair[:6] + ["--prompts", prompts]
+    if words[0] == "bench.py":
+        words += ["--figures", tmp_path]
+    ranks = obey_in_ranks(2, [(num_gpus, words)], count_captures)
+    assert all(captured == warm for captured, warm in ranks), ranks
+    assert [captured > 0 for captured, _ in ranks] == [True, num_gpus == 2]
+
+
 @slow
 def test_the_draft_computes_while_the_target_verifies(pair, tmp_path):
     """The one test that asserts a time. Paced passes sleep, so that other programs may use the
@@ -582,16 +616,25 @@ def test_the_draft_computes_while_the_target_verifies(pair, tmp_path):
     imitation(target, 0.02).save_pretrained(tmp_path)
     speeds = []
     for count, mode in ((1, "sd"), (2, "ssd")):
-        assert obey_in_ranks(count, [(CPUS, [*words, "--mode", mode])])[0][0][0] == 0
+        assert obey_in_ranks(count, [(0, [*words, "--mode", mode])])[0][0][0] == 0
         speeds.append(read(tmp_path / "out")["stats"]["tokens_per_second"])
     assert speeds[1] > 1.25 * speeds[0]
 
 
-def lose_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
-    """A rank's job: the draft's rank exits after 20 messages."""
+def lose_memory_and_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
+    """A rank's job: no target fits in float16; the draft's rank exits after 20 messages."""
     messages = itertools.count()
     broadcast = dist.broadcast
-    if os.environ["RANK"] == "1":
+    to = torch.Tensor.to
+
+    def convert(*given, **options) -> torch.Tensor:
+        if options.get("dtype") == torch.float16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ..")
+        return to(*given, **options)
+
+    if os.environ["RANK"] == "0":
+        torch.Tensor.to = convert
+    else:
         dist.broadcast = lambda *given, **options: (
             broadcast(*given, **options) if next(messages) < 20 else sys.exit())
     return obey_in_rank(commands)
@@ -600,10 +643,12 @@ def lose_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
 @slow
 def test_two_ranks_report_an_error_once_and_one_reports_that_the_other_is_gone(pair):
     (wrong, full, left), (silent, alone, _) = obey_in_ranks(2, [
-        (CPUS, ["saguaro.py", "--draft", "./nowhere"]), (TOO_SMALL, ["saguaro.py", *pair]),
-        (CPUS, ["saguaro.py", *pair, "--max-new-tokens", 100])], lose_the_draft)
+        (0, ["saguaro.py", "--draft", "./nowhere"]),
+        (0, ["saguaro.py", *pair, "--dtype", "float16"]),
+        (0, ["saguaro.py", *pair, "--max-new-tokens", 100])], lose_memory_and_the_draft)
     assert "./nowhere" in the_error(wrong) and silent == (2, "")
-    assert full[0] == 2 and "does not fit into the free memory of 2 GPUs" in full[1]
+    assert "rank 0 (target) lacks memory (CUDA out of memory. Tried to allocate" in the_error(full)
+    assert full[1].endswith("or more target ranks\n")
     assert alone == (1, "rank 1 (draft) stops: another rank is gone\n")
     assert left[0] == 1 and "rank 0 (target) stops: another rank is gone\n" in left[1]
 
@@ -724,8 +769,8 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     words = ["bench.py", *pair[:6], "--quick", "--prompts", prompts, "--pace", 0, 0]
     names = ("timeline", "noise")
     compared, drawn = obey_in_ranks(2, [
-        (CPUS, [*words, "--out", tmp_path / "out"]),
-        (CPUS, [*words, "--sweep", *names, "--figures", tmp_path])])[0]
+        (0, [*words, "--out", tmp_path / "out"]),
+        (0, [*words, "--sweep", *names, "--figures", tmp_path])])[0]
     assert compared[0] == drawn[0] == 0, compared[1] + drawn[1]
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
