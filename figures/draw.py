@@ -81,6 +81,7 @@ def panel(ax, lines: dict, y: str, y_label: str, x: str, x_label: str) -> None:
         dashes = "--" if "sampled" in name or "64" in name else "-"
         measured = "Theorem 7" in pairs[0][1]
         ax.plot(across, up, label=name, color=colour, markersize=4.5,
+                markerfacecolor=colour if dashes == "-" else "white",
                 marker="o" if measured or x else "", linestyle="" if beside else dashes)
         if y == "tokens/s" and not x and measured and not beside:
             ax.plot(across, [figures["Theorem 7"] for _, figures in pairs], dashes, color=colour,
