@@ -107,10 +107,11 @@ class Bench:
         """The figures of every point. What was measured before is not decoded again."""
         keys = [(len(self.prompts), point.seeds, repr(self.settings_of(point)))
                 for point in points]
+        new = {key: point for key, point in zip(keys, points) if key not in self.measured}
         turns = []
-        for key, point in dict(zip(keys, points)).items():
+        for key, point in new.items():
             stats = Stats()
-            for decoder in self.decoders(point) if key not in self.measured else ():
+            for decoder in self.decoders(point):
                 decoder.stats = stats  # of all seeds
                 rows = decoder.settings.batch_size
                 turns += [(rows, n, key, decoder) for n in range(0, len(self.prompts), rows)]
