@@ -188,7 +188,11 @@ class UniformStream:
 
 
 def splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """A 64-bit hash of int64 `[...]`: the next output of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """A 64-bit hash of int64 `[...]`: the next output of SplitMix64 (Steele, Lea, Flood 2014).
+
+    >>> hex(int(splitmix64(torch.tensor(0))) % 2 ** 64)  # the first number of seed 0
+    '0xe220a8397b1dcdaf'
+    """
     x = x + GOLDEN
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # masked, because >> keeps the sign
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
