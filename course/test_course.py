@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +20,7 @@ import torch
 
 import sampling
 from course import explain, grading, mark
-from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
+from course.handout import EXERCISES, ROOT, missing, replaced, write
 from runtime.placement import Job
 from runtime.settings import ExplainSettings, UserError, parse
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from runtime.placement import Job
-from runtime.settings import Settings, write_json
+from runtime.settings import write_json
 
 CONTEXT = 8  # tokens, on which the text of the next ones may depend
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline

@@ -27,11 +27,11 @@ from cache import PRIMARY, Outcome, Speculation
 from runtime import cuda_graphs, launch
 from runtime.model import CausalLM, Stopwatch
 from runtime.placement import Job, Models, Placement
-from runtime.settings import Settings, UserError
+from runtime.settings import Settings
 from runtime.tensor_parallel import load_sharded
 from saguaro import Channel, Decoder
 from test_equivalence import (RAGGED, decoder, greedy_reference, imitation, in_ranks,
-                              random_model, run_rounds, settings)
+                              random_model, run_rounds)
 
 slow = pytest.mark.slow
 
