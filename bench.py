@@ -10,6 +10,9 @@ Speed is that of decoding: prefill, and the token it yields, are apart. Beside i
 (in a batch Corollary 16) with the parts that were measured in the same run; T_v is a verification:
 
     speed = (p_hit E_hit + (1-p_hit) E_miss) / (p_hit max(1, T_p) + (1-p_hit) (1 + T_b)) / T_v.
+
+In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
+without a pace, times are those of the pace, and the theorem gives the speed.
 """
 from runtime.launch import launch
 from runtime.settings import SWEEPS, BenchSettings, Settings, UserError, write_json
@@ -22,6 +25,7 @@ import platform
 import sys
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -36,19 +40,19 @@ from runtime.model import Pace
 from runtime.placement import Job
 from runtime.rank_counts import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
                                  fit_power_law)
-from runtime.screen import Stats, theorem_7
+from runtime.screen import theorem_7
 from saguaro import Decoder, warm_up
 
 SLOWER = {1: 1, 2: 2, 4: 3, 8: 6, 12: 9}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = (3, 4, 5, 6)  # among which each line of the comparison has its best
-SLACK = 1.1  # a pre-speculation takes up to so many times its paced passes: see T_p in RESULTS.md
-BASE = "base"  # a budget of 64, of whose ranks the hits of other caches are counted
+SLACK = 1.1  # where K is chosen: a pre-speculation may take so many times its paced passes
+LARGEST = 64  # budget: the ranks of so many guesses tell the hits of every smaller cache
 PAPER = {("SSD", 0): "1.58 x SD, 4.68 x AR"}  # 70B / 1B, mean of four data sets
 COLUMNS = ("lookahead", "tokens/s", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit",
            "E_miss", "T_v in ms", "T_p", "T_b", "verifier_utilisation", "measured / Theorem 7",
            "pace_kept")
-COUNTED = ("lookahead", "tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss",
-           "backup", "bonus_ranks", "bonus_ranks_after_backup", "T_v in ms", "T_p", "T_b")
+COUNTED = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss", "bonus_ranks",
+           "bonus_ranks_after_backup")
 Figures = dict[str, Any]
 
 
@@ -57,11 +61,10 @@ class Point(NamedTuple):
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
-    seeds: int = 3           # if sampled
-    counted: bool = False    # decoded without the pace, and its speed found by Theorem 7
+    counted: bool = False    # not measured: Theorem 7 on what is counted without a pace
 
 
-# ---- measuring ----
+# ---- measuring and counting ----
 
 class Bench:
     """Target and draft on rank 0, the draft on rank 1. Both ranks go through the same points in the
@@ -79,55 +82,55 @@ class Bench:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         rows = min(max(SLOWER), len(self.prompts))
-        slots = self.job.max_length + 8 * (1 + 64)  # those of the largest K and budget
+        slots = self.job.max_length + 8 * (1 + LARGEST)  # 8: the largest K
         for model in (self.models.target, self.models.draft, self.sd_models.draft):
             if model:  # its buffers, with the graphs captured in them, serve all points
                 model.allocate(rows, slots, self.job.max_length)
-        self.measured = {}  # figures by point: lines share points
+        self.decoded = {}  # figures by settings and number of prompts: points share them
 
     def settings_of(self, point: Point) -> Settings:
-        given = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens}
-        if point.counted:
-            given["pace"] = (0.0, 0.0)
-        return self.settings.to_settings(**given | point.changes)
+        return self.settings.to_settings(
+            ignore_eos=True, max_new_tokens=self.settings.max_new_tokens, **point.changes)
 
-    def decoders(self, point: Point) -> list[Decoder]:
-        """One for each seed, where texts or hits depend on it."""
-        settings = self.settings_of(point)
-        once = settings.temperature == 0 or settings.mode == "ar" or self.settings.quick
-        seeds = range(settings.seed, settings.seed + (1 if once else point.seeds))
+    def figures(self, points: list[Point]) -> list[Figures]:
+        """Of every point. What was decoded before is not decoded again."""
+        keys = []
+        new = {}
+        for point in points:
+            settings = self.settings_of(point)
+            if point.counted:
+                settings = to_count(settings)
+            key = f"{settings} {len(self.prompts)}"
+            keys.append(key)
+            if key not in self.decoded and key not in new:
+                new[key] = self.decoders(settings)
+        turns = [(start, decoder) for start in range(len(self.prompts))
+                 for decoder in chain(*new.values()) if start % decoder.settings.batch_size == 0]
+        silent = None if self.leads else True
+        for start, decoder in tqdm(turns, unit="turn", leave=False, disable=silent):
+            rows = range(start, start + decoder.settings.batch_size)
+            self.decode(decoder, [self.prompts[row % len(self.prompts)] for row in rows])
+        found = [self.leads and {key: measured(decoders[0]) for key, decoders in new.items()}]
+        dist.broadcast_object_list(found, 0)
+        self.decoded |= found[0]
+        return [predicted(self.settings_of(point), self.decoded[key]) if point.counted
+                else self.decoded[key] for point, key in zip(points, keys)]
+
+    def decoders(self, settings: Settings) -> list[Decoder]:
+        """One for each seed, where texts or hits depend on it; their statistics are one."""
+        num_seeds = 3 if any(settings.pace) else 8
+        if settings.temperature == 0 or settings.mode == "ar" or self.settings.quick:
+            num_seeds = 1
         models = (self.sd_models, None)
         if settings.mode == "ssd":
             models = (self.models, self.job.placement)
         if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
             warm_up(settings, *models, self.prompts[:settings.batch_size])
-        return [Decoder(replace(settings, seed=seed), *models) for seed in seeds]
-
-    def measure(self, points: list[Point]) -> list[Figures]:
-        """The figures of every point. What was measured before is not decoded again."""
-        keys = [(len(self.prompts), point.seeds, repr(self.settings_of(point)))
-                for point in points]
-        new = {key: point for key, point in zip(keys, points) if key not in self.measured}
-        turns = []
-        for key, point in new.items():
-            stats = Stats()
-            for decoder in self.decoders(point):
-                decoder.stats = stats  # of all seeds
-                rows = decoder.settings.batch_size
-                turns += [(rows, n, key, decoder) for n in range(0, len(self.prompts), rows)]
-        if not any(self.settings.pace):  # then speed drifts, and points take turns
-            turns.sort(key=lambda turn: turn[:2])
-        silent = None if self.leads else True
-        for rows, start, _, decoder in tqdm(turns, unit="turn", leave=False, disable=silent):
-            batch = [self.prompts[(start + row) % len(self.prompts)] for row in range(rows)]
-            self.decode(decoder, batch)
-        decoders = {key: decoder for *_, key, decoder in turns}
-        found = [self.leads and {key: figures_of(decoder) for key, decoder in decoders.items()}]
-        dist.broadcast_object_list(found, 0)
-        self.measured |= found[0]
-        found = [self.measured[key] for key in keys]
-        return [at_pace(self.settings, f) if point.counted else f
-                for point, f in zip(points, found)]
+        decoders = [Decoder(replace(settings, seed=settings.seed + i), *models)
+                    for i in range(num_seeds)]
+        for decoder in decoders:
+            decoder.stats = decoders[0].stats
+        return decoders
 
     def decode(self, decoder: Decoder, batch: list[list[int]], on_tokens=lambda *_: None) -> None:
         """At the pace of its batch size. Rank 1 has no part in AR and SD."""
@@ -144,42 +147,67 @@ class Bench:
         """The first prompt: spans of work on both ranks, (work, start, end) in seconds, and of each
         round (its end, number of new tokens, was its outcome a hit?)."""
         rounds = []
-        decoder = self.decoders(point)[0]
+        decoder = self.decoders(self.settings_of(point))[0]
         self.decode(decoder, self.prompts[:1], lambda row, tokens, source: rounds.append(
             (time.perf_counter(), len(tokens), source == PRIMARY)))
         outcomes = [(end, count, hit) for (end, count, _), (*_, hit) in zip(rounds, rounds[1:])]
         return {"spans": decoder.stats.spans, "rounds": outcomes}
 
 
-def figures_of(decoder: Decoder) -> Figures:
+def measured(decoder: Decoder) -> Figures:
     """`Stats.summary`, and Theorem 7 with these parts. Where the pace is slower for a batch, speeds
     are shown as if it were not."""
     settings = decoder.settings
     rows = settings.batch_size
-    found = decoder.stats.summary()
+    f = decoder.stats.summary()
     if settings.mode != "ssd":
-        found["hit_rate"] = None  # draws no line
+        f["hit_rate"] = None  # draws no line
     T_v = decoder.stats.mean_seconds("verify")
     slower = SLOWER[rows] if any(settings.pace) else 1
-    speed = slower * found["tokens_per_second"]
-    predicted = slower * rows * theorem_7(found, rows) / T_v
-    return found | {
-        "lookahead": settings.lookahead if settings.mode != "ar" else 0,
-        "tokens/s": speed, "tokens/s of one row": speed / rows, "Theorem 7": predicted,
-        "measured / Theorem 7": speed / predicted, "T_v in ms": 1000 * T_v}
+    speed = slower * f["tokens_per_second"]
+    by_theorem_7 = slower * rows * theorem_7(f, rows) / T_v
+    return f | on_axes(settings, speed) | {
+        "Theorem 7": by_theorem_7, "measured / Theorem 7": speed / by_theorem_7,
+        "T_v in ms": 1000 * T_v}
 
 
-def at_pace(settings: BenchSettings, f: Figures) -> Figures:
-    """What was counted, and the speed that follows from it by Theorem 7: at the pace as given or,
-    where there is none, with the times that were measured."""
+def on_axes(settings: Settings, speed: float) -> Figures:
+    """What figures may have on their axes besides."""
+    return {"lookahead": settings.lookahead if settings.mode != "ar" else 0,
+            "budget": settings.budget, "temperature": settings.temperature,
+            "C": settings.downweight, "batch size": settings.batch_size,
+            "tokens/s": speed, "tokens/s of one row": speed / settings.batch_size}
+
+
+def ranks_tell(settings: Settings) -> bool:
+    """Do the ranks of a run with the largest budget tell the hits of these settings, because what
+    is drafted does not depend on the cache?"""
+    return settings.mode == "ssd" and settings.backup == "neural" and settings.downweight == 1
+
+
+def to_count(settings: Settings) -> Settings:
+    """What is decoded to count the hits and tokens of these settings."""
+    settings = replace(settings, pace=(0.0, 0.0), batch_size=1)
+    if ranks_tell(settings):
+        settings = replace(settings, budget=LARGEST, fan_out="geometric")
+    return settings
+
+
+def predicted(settings: Settings, f: Figures) -> Figures:
+    """Of these settings, from what was counted: the speed at their pace, by Theorem 7 (in a batch,
+    Corollary 16)."""
+    f = {name: f.get(name) for name in COUNTED}
+    if ranks_tell(settings):
+        shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
+                              settings.acceptance_rate, settings.miss_exponent)
+        E = f["tokens_per_round"]
+        f |= {"hit_rate": counted_hit_rate(rank_table(f), shape), "E_hit": E, "E_miss": E}
+    rows = settings.batch_size
     target, draft = settings.pace
-    K = f["lookahead"]
-    f = {name: f[name] for name in COUNTED}
-    if target:
-        f["T_v in ms"] = target
-        f["T_p"] = SLACK * (K + 1) * draft / target
-        f["T_b"] = K * draft / target if f["backup"] == "neural" else 0.0
-    return f | {"tokens/s": 1000 * theorem_7(f) / f["T_v in ms"]}
+    K = settings.lookahead if settings.mode != "ar" else 0
+    f["T_p"] = (K + 1) * draft / target if settings.mode == "ssd" else None
+    f["T_b"] = K * draft / target if settings.backup == "neural" else 0.0
+    return f | on_axes(settings, 1000 * rows * theorem_7(f, rows) / target)
 
 
 # ---- the comparison ----
@@ -199,10 +227,10 @@ def lines_to_compare(paced: bool, temperature: float) -> dict[str, dict[str, Any
 
 
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
-    """The K with which these settings are fastest, as `at_pace` tells from what is counted: so the
-    choice is the same in every launch."""
+    """The K with which these settings are fastest by what is counted, so that the choice is the
+    same in every launch."""
     points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
-    speeds = [f["tokens/s"] for f in bench.measure(points)]
+    speeds = [theorem_7(f | {"T_p": SLACK * (f["T_p"] or 0.0)}) for f in bench.figures(points)]
     return LOOKAHEADS[speeds.index(max(speeds))]
 
 
@@ -217,7 +245,7 @@ def comparison(bench: Bench, temperature: float) -> list[Figures]:
         if paced and not settings.quick and name != "AR":
             changes["lookahead"] = best_lookahead(bench, changes)
         points.append(Point(name, temperature, changes))
-    found = bench.measure(points)
+    found = bench.figures(points)
     best = {point.name: f for point, f in zip(points, found)}
     sd = best["SD"]
     if bench.leads:
@@ -247,92 +275,73 @@ def bounds(f: Figures, sd: Figures) -> str:
 # ---- sweeps: the figures ----
 
 def sweep(bench: Bench, name: str) -> list[Figures]:
-    """Measure the points of a figure, and draw it."""
-    points = [point for point in sweep_points(bench.settings.temperature or 1.0)[name]
+    """Measure and count the points of a figure, and draw it."""
+    settings = bench.settings
+    points = [point for point in sweep_points(settings.temperature or 1.0)[name]
               if point.changes.get("batch_size", 1) <= len(bench.prompts)]  # all rows differ
-    found = bench.measure(points)
+    if not any(settings.pace):  # then nobody knows how long a pass takes, and all is measured
+        points = [point._replace(counted=False) for point in points if point.counted] or points
+    found = bench.figures(points)
     if name == "timeline":
         found = [f | bench.trace(point) for point, f in zip(points, found)]
-    shown = []
-    for point, f in zip(points, found):
-        shown += other_caches(bench, name, point, f) if point.name == BASE else [(point, f)]
+    shown = list(zip(points, found))
     if bench.leads:
         draw.figure(bench, name, shown)
-        rows = {f"{point.name} {point.value:g}": f for point, f in shown}
+        rows = {f"{point.name} {point.value:g}{', counted' * point.counted}": f
+                for point, f in shown}
         print_figures(name, rows)
-        print_notes(name, points, found)
+        print_notes(name, shown)
     return results(name, shown)
 
 
 def sweep_points(warm: float) -> dict[str, list[Point]]:
     """By figure. `warm`: the temperature of those at one temperature above 0."""
     ssd = {"lookahead": 5, "budget": 24}
-    large = {"lookahead": 5, "budget": 64}  # its ranks tell the hits of every smaller cache
-    sd = {"mode": "sd", "lookahead": 5}
+    sampled = ssd | {"temperature": warm}
+    sd = {"lookahead": 5, "mode": "sd"}
     heats = (0.0, 0.3, 0.7, 1.0)
     shares = (1.0, 0.75, 0.5, 0.25, 0.0)
     lookaheads = (1, 2, 3, 4, 5, 6, 8)
+    budgets = (0, 6, 12, 18, 24, 36, 48, 64)
     sizes = tuple(SLOWER)
 
-    def line(name: str, axis: str, values: tuple, changes: dict, **more) -> list[Point]:
-        return [Point(name, value, changes | more | {axis: value}) for value in values]
-
-    def count(*what, **more) -> list[Point]:
-        return [point._replace(seeds=8, counted=True) for point in line(*what, **more)]
+    def line(name: str, axis: str, counted: tuple, measured: tuple, changes: dict,
+             **more) -> list[Point]:
+        changes = changes | more
+        return ([Point(name, value, changes | {axis: value}, counted=True) for value in counted]
+                + [Point(name, value, changes | {axis: value}) for value in measured])
 
     return {
         "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],
-        "fan-out": count("paper", "temperature", (0.0, 0.7, 1.0), large)
-        + count("public noise", "temperature", (0.7, 1.0), large, public_noise=True),
-        "shape": count(BASE, "temperature", heats, large)
-        + line("geometric, measured", "temperature", heats, ssd)
-        + line("SD", "temperature", heats, sd),
-        "downweight": count("budget 24", "downweight", shares, ssd, temperature=warm)
-        + line("budget 24, measured", "downweight", (1.0, 0.5, 0.0), ssd, temperature=warm)
-        + count("budget 64", "downweight", shares, large, temperature=warm),
-        "noise": line("paper", "temperature", heats, ssd)
-        + line("public noise", "temperature", heats, ssd, public_noise=True),
-        "batch": line("neural backup", "batch_size", sizes, ssd)
-        + line("lookup backup", "batch_size", sizes, ssd, backup="lookup")
-        + line("random backup", "batch_size", sizes, ssd, backup="random"),
-        "frontier": line("AR", "batch_size", sizes, {"mode": "ar"})
-        + line("SD", "batch_size", sizes, sd) + line("SSD", "batch_size", sizes, ssd),
-        "lookahead": line("SSD", "lookahead", lookaheads, {"budget": 24})
-        + line("SD", "lookahead", lookaheads, {"mode": "sd"}),
-        "budget": count(BASE, "temperature", (0.0, warm), large)
-        + line("greedy, measured", "budget", (6, 24, 64), large)
-        + line("sampled, measured", "budget", (6, 24, 64), large, temperature=warm)}
+        "fan-out": line("paper", "temperature", (0.0, 0.7, 1.0), (), ssd)
+        + line("public noise", "temperature", (0.7, 1.0), (), ssd, public_noise=True),
+        "shape": line("geometric", "temperature", heats, heats, ssd)
+        + line("uniform", "temperature", heats, (), ssd, fan_out="uniform")
+        + line("all accepted only", "temperature", heats, (), ssd, fan_out="0,0,0,0,0,24")
+        + line("SD", "temperature", heats, heats, sd),
+        "downweight": line("budget 24", "downweight", shares, (1.0, 0.5, 0.0), sampled)
+        + line("budget 64", "downweight", shares, (), sampled, budget=64),
+        "noise": line("paper", "temperature", heats, heats, ssd)
+        + line("public noise", "temperature", heats, heats, ssd, public_noise=True),
+        "batch": line("neural backup", "batch_size", sizes, sizes, ssd)
+        + line("lookup backup", "batch_size", sizes, sizes, ssd, backup="lookup")
+        + line("random backup", "batch_size", sizes, sizes, ssd, backup="random"),
+        "frontier": line("AR", "batch_size", sizes, sizes, {"mode": "ar"})
+        + line("SD", "batch_size", sizes, sizes, sd) + line("SSD", "batch_size", sizes, sizes, ssd),
+        "lookahead": line("SSD", "lookahead", lookaheads, lookaheads, ssd)
+        + line("SD", "lookahead", lookaheads, lookaheads, sd),
+        "budget": line("greedy", "budget", budgets, (6, 24, 64), ssd)
+        + line("sampled", "budget", budgets, (6, 24, 64), sampled)}
 
 
-def other_caches(bench: Bench, name: str, point: Point, f: Figures) -> list[tuple[Point, Figures]]:
-    """What caches of other shapes and budgets would have held of the very same outcomes, from the
-    ranks counted with a budget of 64."""
-    K = f["lookahead"]
-    if name == "shape":
-        last = ",".join(["0"] * K + ["24"])
-        caches = [(line, point.value, policy, 24) for line, policy in (
-            ("geometric", "geometric"), ("uniform", "uniform"), ("all accepted only", last))]
-    else:
-        line = "sampled" if point.value else "greedy"
-        caches = [(line, budget, "geometric", budget) for budget in (0, 6, 12, 18, 24, 36, 48, 64)]
-    others = []
-    for line, value, policy, budget in caches:
-        shape = fan_out_shape(policy, budget, K, bench.settings.acceptance_rate,
-                              bench.settings.miss_exponent)
-        E = f["tokens_per_round"]
-        held = {"hit_rate": counted_hit_rate(rank_table(f), shape), "E_hit": E, "E_miss": E}
-        others.append((Point(line, value, {}), at_pace(bench.settings, f | held)))
-    return others
-
-
-def print_notes(name: str, points: list[Point], found: list[Figures]) -> None:
-    """The flags that fit this pair; Theorem 17's b* from what was measured at batch size 1."""
-    alone = {point.name: f for point, f in zip(points, found) if point.value == 1}
-    for point, f in zip(points, found) if name == "fan-out" else ():
+def print_notes(name: str, shown: list[tuple[Point, Figures]]) -> None:
+    """The flags that fit this pair; Theorem 17's b*."""
+    for point, f in shown if name == "fan-out" else ():
         ranks = rank_table(f)
         print(f"  {point.name} {point.value:g}: --acceptance-rate "
               f"{counted_acceptance_rate(ranks):.2f} --miss-exponent "
               f"{fit_power_law(counted_miss_rates(ranks)):.2f} ({int(ranks.sum())} tokens)")
+    alone = {point.name: f for point, f in reversed(shown) if point.value == 1}
     for backup in ("lookup backup", "random backup") if name == "batch" else ():
         fast = alone[backup]
         neural = alone["neural backup"]
@@ -368,11 +377,14 @@ def print_table(title: str, *lines: list) -> None:
         print("  ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
-def results(sweep: str, shown: list[tuple[Point, Figures]]) -> list[Figures]:
+def results(sweep: str, shown: list[tuple[Point, Figures]]) -> list[dict[str, Any]]:
     """For --out; without lists."""
-    return [{"sweep": sweep, "name": point.name, "value": point.value, "with": point.changes,
-             "figures": {key: value for key, value in f.items() if not isinstance(value, list)}}
-            for point, f in shown]
+    found = []
+    for point, f in shown:
+        f = {key: value for key, value in f.items() if not isinstance(value, list)}
+        found.append({"sweep": sweep, "name": point.name, "value": point.value,
+                      "counted": point.counted, "with": point.changes, "figures": f})
+    return found
 
 
 # ---- at the paper's scale, without measuring ----

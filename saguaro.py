@@ -109,26 +109,19 @@ class Sequences:
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
-        lookahead = speculation.tokens.shape[1]
         is_prefill = not any(self.new_tokens)
         drafted = speculation.tokens.tolist()
-        num_accepted = outcome.num_accepted.tolist()
-        bonus = outcome.bonus.tolist()
         source = speculation.source.tolist()
-        rows = [row for row, active in enumerate(self.active) if active]
         self.latest = []
-        for row in rows:
-            new_tokens = drafted[row][:num_accepted[row]] + [bonus[row]]
-            self.latest.append((row, self.extend_row(row, new_tokens), source[row]))
-        num_kept = [len(new_tokens) for _, new_tokens, _ in self.latest]
+        counts = []
+        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
+            if self.active[row]:
+                new_tokens = self.extend_row(row, drafted[row][:k] + [bonus])
+                self.latest.append((row, new_tokens, source[row]))
+                counts.append((k, len(new_tokens), source[row] == PRIMARY))
         now = time.perf_counter()
-        seconds = now - self.last_round
+        self.stats.count_round(is_prefill, now - self.last_round, len(drafted[0]), counts)
         self.last_round = now
-        if is_prefill:
-            self.stats.count_prefill(sum(num_kept), seconds)
-        else:
-            self.stats.count_round(seconds, lookahead, [num_accepted[row] for row in rows],
-                                   num_kept, [source[row] == PRIMARY for row in rows])
         finished = ~torch.tensor(self.active)
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 

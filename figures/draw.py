@@ -1,5 +1,5 @@
-"""How the figures of `bench.py --sweep` are drawn. `lines` are the points of a figure, by the name
-of their line: pairs of a value on the axis and what was found there. `axes` are matplotlib's."""
+"""How the figures of `bench.py --sweep` are drawn. Lines are predicted, by Theorem 7 from what was
+counted; points are measured. `axes` are matplotlib's."""
 from collections import defaultdict
 
 import torch
@@ -14,21 +14,16 @@ AR = "#8c8c8c"
 OTHER = "#6f9a4a"
 COLOURS = {"SD": SD, "AR": AR, "lookup backup": OTHER, "random backup": AR, "uniform": OTHER,
            "public noise": OTHER, "all accepted only": AR}
+DASHED = ("sampled", "budget 64")
 MIN_TOKENS = 50  # bonus tokens to which a power law is fitted
-HIT_RATE = ("hit_rate", "hit rate")
-SPEED = ("tokens/s", "tokens/s (thin: Theorem 7)")
-COUNTED_SPEED = ("tokens/s", "tokens/s (lines: Theorem 7)")
-PANELS = {  # what is on the axes of each panel: y and its label, x ("": the values) and its label
-    "shape": [(*HIT_RATE, "", "temperature"), (*COUNTED_SPEED, "", "temperature")],
-    "noise": [(*HIT_RATE, "", "temperature"), (*SPEED, "", "temperature")],
-    "downweight": [("acceptance_rate", "acceptance rate (numbers: C)", "hit_rate", "hit rate"),
-                   (*COUNTED_SPEED, "", "C")],
-    "batch": [("tokens/s", "tokens/s (thin: Corollary 16)", "", "batch size")],
-    "frontier": [("tokens/s", "tokens/s of all (numbers: batch size)", "tokens/s of one row",
-                  "tokens/s of one row")],
-    "lookahead": [(*SPEED, "", "lookahead K"), ("T_p", "T_p (above 1 the verifier waits)", "",
-                                                "lookahead K")],
-    "budget": [(*HIT_RATE, "", "budget"), (*COUNTED_SPEED, "", "budget")]}
+PANELS = {  # the figures on the axes of each panel, x and y; and what is written at each point
+    "shape": [("temperature", "hit_rate", ""), ("temperature", "tokens/s", "")],
+    "noise": [("temperature", "hit_rate", ""), ("temperature", "tokens/s", "")],
+    "downweight": [("hit_rate", "acceptance_rate", "C"), ("C", "tokens/s", "")],
+    "batch": [("batch size", "tokens/s", "")],
+    "frontier": [("tokens/s of one row", "tokens/s", "batch size")],
+    "lookahead": [("lookahead", "tokens/s", ""), ("lookahead", "T_p", "")],
+    "budget": [("budget", "hit_rate", ""), ("budget", "tokens/s", "")]}
 
 
 def words(key: str) -> str:
@@ -41,9 +36,6 @@ def figure(bench, name: str, shown: list[tuple]) -> None:
     import matplotlib  # here, because only sweeps need it
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    lines = defaultdict(list)
-    for point, figures in shown:
-        lines[point.name].append((point.value, figures))
     rows = 2 if name in ("timeline", "downweight") else 1
     columns = {"timeline": 1, "fan-out": 3}.get(name) or len(PANELS[name])
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
@@ -55,68 +47,68 @@ def figure(bench, name: str, shown: list[tuple]) -> None:
                                       figsize=(max(4.6, 3.5 * columns), 2.9 * rows))
         axes = axes.flatten()
         if name == "timeline":
-            timeline(lines, axes)
+            timeline({point.name: f for point, f in shown}, axes)
         if name == "fan-out":
-            fan_out(lines, axes)
+            fan_out(shown, axes)
         if name == "downweight":
             one_position(bench, axes[2:])
-        for ax, axis in zip(axes, PANELS.get(name, ())):
-            panel(ax, lines, *axis)
-        if name in PANELS:
-            axes[len(PANELS[name]) - 1].legend()
+        for ax, panel in zip(axes, PANELS.get(name, ())):
+            draw_panel(ax, shown, *panel)
+        if name in PANELS and shown[0][0].counted:
+            theorem = "Corollary 16" if name in ("batch", "frontier") else "Theorem 7"
+            drawn.suptitle(f"lines: counted, and speed by {theorem}; points: measured", fontsize=8)
         drawn.savefig(f"{bench.settings.figures}/{name}.svg", metadata={"Date": None})
         pyplot.close(drawn)
 
 
-def panel(ax, lines: dict, y: str, y_label: str, x: str, x_label: str) -> None:
-    """A line for each name; of what was measured beside a line, points. Markers: measured."""
-    for name, pairs in lines.items():
-        beside = "measured" in name
-        if beside and x:
-            continue
-        values = [value for value, _ in pairs]
-        across = [figures[x] for _, figures in pairs] if x else values
-        up = [figures[y] for _, figures in pairs]
-        colour = COLOURS.get(name.split(",")[0], SSD)
-        dashes = "--" if "sampled" in name or "64" in name else "-"
-        measured = "Theorem 7" in pairs[0][1]
-        ax.plot(across, up, label=name, color=colour, markersize=4.5,
-                markerfacecolor=colour if dashes == "-" else "white",
-                marker="o" if measured or x else "", linestyle="" if beside else dashes)
-        if y == "tokens/s" and not x and measured and not beside:
-            ax.plot(across, [figures["Theorem 7"] for _, figures in pairs], dashes, color=colour,
-                    linewidth=0.8)
-        for value, *place in zip(values if x else (), across, up):
-            ax.annotate(f"{value:g}", place, xytext=(5, 3), textcoords="offset points",
-                        fontsize=7, color=colour)
-    if x_label == "batch size":
+def draw_panel(ax, shown: list[tuple], x: str, y: str, note: str) -> None:
+    """A line for each name, and the points that were measured."""
+    lines = defaultdict(list)
+    for point, f in shown:
+        lines[point.name, point.counted].append(f)
+    for (name, counted), found in lines.items():
+        colour = COLOURS.get(name, SSD)
+        dashed = name in DASHED
+        predicted = counted or (name, True) not in lines  # or nothing is
+        ax.plot([f[x] for f in found], [f[y] for f in found], color=colour, markersize=4.5,
+                marker="" if counted else "o", markerfacecolor="white" if dashed else colour,
+                linestyle=("--" if dashed else "-") if predicted else "",
+                label=name if predicted else None)
+        for f in found if predicted and note else ():
+            ax.annotate(f"{f[note]:g}", (f[x], f[y]), xytext=(5, 3), fontsize=7, color=colour,
+                        textcoords="offset points")
+    if x == "batch size":
         ax.set_xscale("log", base=2)
-        ax.set_xticks(values, map(str, values))
+        sizes = [f[x] for f in found]
+        ax.set_xticks(sizes, map(str, sizes))
     if y == "T_p":
         ax.axhline(1, color=AR, linewidth=1)
-    ax.set(xlabel=x_label, ylabel=y_label, ylim=(0, None))
+    ax.set(xlabel=words(x), ylabel=words(y), ylim=(0, None))
     ax.margins(y=0.12)
+    ax.legend()
 
 
-def fan_out(lines: dict, axes) -> None:
+def fan_out(shown: list[tuple], axes) -> None:
     """The power law (Def. 11): how often F guesses miss the bonus token, and the fitted r."""
     panels = (("paper", "bonus_ranks", "after the primary"),
               ("paper", "bonus_ranks_after_backup", "after a neural backup"),
               ("public noise", "bonus_ranks", "after the primary, public noise"))
     for ax, (name, table, title) in zip(axes, panels):
-        for heat, figures in lines[name]:
-            ranks = torch.tensor(figures[table])
+        for point, f in shown:
+            if point.name != name:
+                continue
+            ranks = torch.tensor(f[table])
             number = int(ranks.sum())
             miss = torch.tensor(counted_miss_rates(ranks))
             F = torch.arange(1, len(miss) + 1)[miss > 0]
             miss = miss[miss > 0]
-            note = f"T = {heat:g} ({number} tokens)"
-            colour = {0.0: SSD, 0.7: OTHER, 1.0: SD}[heat]
+            note = f"T = {point.value:g} ({number} tokens)"
+            colour = {0.0: SSD, 0.7: OTHER, 1.0: SD}[point.value]
             if number >= MIN_TOKENS:
                 r = fit_power_law(miss.tolist())
                 scale = (miss.log() + r * F.log()).mean().exp()
                 ax.plot(F, scale * F ** -r, color=colour, linewidth=0.8)
-                note = f"T = {heat:g}: r = {r:.2f} ({number} tokens)"
+                note = f"T = {point.value:g}: r = {r:.2f} ({number} tokens)"
             ax.plot(F, miss, ".", color=colour, label=note)
         ax.set(xscale="log", yscale="log", ylim=(0.005, 1), title=title, xlabel="fan-out F",
                ylabel="share of bonus tokens not guessed")
@@ -155,21 +147,19 @@ def one_position(bench, axes) -> None:
     axes[0].legend()
 
 
-def timeline(lines: dict, axes) -> None:
+def timeline(found: dict, axes) -> None:
     """Fig. 1: who works when, on the same devices, in the time of eight rounds of SSD. Shown is
     where the number of new tokens is nearest to its mean for so long a time."""
-    _, figures = lines["SSD"][0]
-    ends = [end for end, *_ in figures["rounds"]]
+    ends = [end for end, *_ in found["SSD"]["rounds"]]
     length = min(8, len(ends) - 1) * (ends[-1] - ends[0]) / len(ends)
     looks = ((1, ("verify",), "", ""), (0, ("trunk", "step"), "#9db8d6", ""),
              (0, ("backup",), "#f2c490", "////"))
     for name, ax in zip(("SD", "SSD"), axes):
-        _, figures = lines[name][0]
-        rounds = figures["rounds"]
+        rounds = found[name]["rounds"]
         begin = typical_start(rounds, length)
         for lane, works, colour, hatch in looks:
             bars = [(1000 * (start - begin), 1000 * (min(stop, begin + length) - start))
-                    for work, start, stop in figures["spans"]
+                    for work, start, stop in found[name]["spans"]
                     if work in works and begin <= start < begin + length]
             ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour or COLOURS.get(name, SSD),
                            hatch=hatch, edgecolor="white", linewidth=0.4)

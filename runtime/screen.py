@@ -37,23 +37,24 @@ class Stats:
     bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `RankCounts`
     choices: dict[str, Any] = field(default_factory=dict)              # the draft's
 
-    def count_prefill(self, num_tokens: int, seconds: float) -> None:
-        self.tokens += num_tokens
-        self.prefill_tokens += num_tokens
-        self.prefill_seconds += seconds
-
-    def count_round(self, seconds: float, lookahead: int, accepted: list[int],
-                    num_kept: list[int], hit: list[bool]) -> None:
+    def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
+                    rows: list[tuple[int, int, bool]]) -> None:
         """Of every active row: tokens accepted, tokens kept, was it a hit?"""
+        num_kept = sum(kept for _, kept, _ in rows)
+        self.tokens += num_kept
+        if is_prefill:
+            self.prefill_tokens += num_kept
+            self.prefill_seconds += seconds
+            return
         self.seconds += seconds
         self.lookahead = max(self.lookahead, lookahead)
         self.rounds += 1
-        self.row_rounds += len(num_kept)
-        self.tokens += sum(num_kept)
-        self.accepted += sum(accepted)
-        self.rejected += sum(k < lookahead for k in accepted)
-        self.hits += sum(hit)
-        self.hit_tokens += sum(kept for kept, row_hit in zip(num_kept, hit) if row_hit)
+        self.row_rounds += len(rows)
+        for accepted, kept, hit in rows:
+            self.accepted += accepted
+            self.rejected += accepted < lookahead
+            self.hits += hit
+            self.hit_tokens += kept * hit
 
     def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
             bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:

@@ -803,16 +803,32 @@ def test_bounds_of_corollary_9_are_shown_where_it_applies():
 def test_the_benchmark_chooses_K_by_what_is_counted_and_the_pace_as_given(draft_pace, backup, best):
     """Half of the outcomes hit; a round gives 2 + K / 4 tokens."""
     bench = importlib.import_module("bench")
-    settings = BenchSettings(pace=(100, draft_pace))
-    counted = dict.fromkeys(bench.COUNTED) | {"backup": backup, "hit_rate": 0.5}
 
-    def measure(points: list) -> list[dict]:
-        assert all(point.counted and point.changes["budget"] == 24 for point in points)
-        E = {point.value: 2 + point.value / 4 for point in points}
-        return [bench.at_pace(settings, counted | {"lookahead": K, "E_hit": E[K], "E_miss": E[K]})
-                for K in E]
+    def figures(points: list) -> list[dict]:
+        assert all(point.counted and point.changes["downweight"] == 0.5 for point in points)
+        found = []
+        for point in points:
+            settings = Settings(pace=(100, draft_pace), backup=backup, **point.changes)
+            E = 2 + point.value / 4
+            found.append(bench.predicted(settings, {"hit_rate": 0.5, "E_hit": E, "E_miss": E}))
+        return found
 
-    assert bench.best_lookahead(SimpleNamespace(measure=measure), {"budget": 24}) == best
+    assert bench.best_lookahead(SimpleNamespace(figures=figures), {"downweight": 0.5}) == best
+
+
+def test_the_benchmark_counts_the_hits_of_other_caches_by_the_ranks_of_the_largest():
+    """Ranks 0, 1 and none after 0 accepted, 0 and 2 after 1 (K = 1)."""
+    bench = importlib.import_module("bench")
+    counted = {"tokens_per_round": 1.5, "hit_rate": 1.0,
+               "bonus_ranks": [[1, 1, 0, 0], [1, 0, 0, 0]],
+               "bonus_ranks_after_backup": [[0, 0, 0, 1], [0, 0, 1, 0]]}
+    for fan_out, hit_rate in (("1,1", 0.4), ("2,1", 0.6), ("2,3", 0.8), ("0,2", 0.2)):
+        settings = Settings(lookahead=1, fan_out=fan_out, pace=(100, 10))
+        assert bench.to_count(settings).budget == 64
+        assert bench.predicted(settings, counted)["hit_rate"] == pytest.approx(hit_rate)
+    for change in ({"backup": "lookup"}, {"downweight": 0.5}, {"mode": "sd"}):
+        settings = Settings(pace=(100, 10), **change)
+        assert bench.predicted(settings, counted)["hit_rate"] == 1.0
 
 
 def test_the_benchmark_predicts_by_theorem_7():
