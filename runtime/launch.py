@@ -24,8 +24,8 @@ decoding = threading.Event()     # until then Ctrl-C simply ends the process
 
 
 def launch(kind: type[DecodingSettings], module: str) -> None:
-    """Run `module.main(settings)` as this program; never returns. The settings are parsed, and the
-    second rank is started, before the module is imported: with torch that takes seconds."""
+    """Run `module.main(settings)` as this program; never returns. Importing the module takes
+    seconds, with torch, so the settings are parsed, and the second rank is started, before."""
     handle_interrupt()
     settings = start(kind)
     run(settings, importlib.import_module(module).main)
@@ -43,8 +43,7 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
         fail(problem, is_reporter=os.environ.get("LOCAL_RANK", "0") == "0")
     if "RANK" in os.environ:  # started by torchrun, or by another rank
         threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if alone and settings.mode == "ssd":
+    if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
         start_draft_rank()
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("loading ...", file=sys.stderr, flush=True)
@@ -85,15 +84,15 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(problem, BrokenPipeError):
             sys.exit(141)
-        print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
+        report(problem)
         sys.exit(1)
     except (RuntimeError, MemoryError) as problem:
         message = str(problem)
         out_of_memory = isinstance(problem, (torch.OutOfMemoryError, MemoryError))
         if out_of_memory or "allocate memory" in message:
             reason = ". ".join(message.split(". ")[:2])
-            fail(UserError(f"{name} lacks memory ({reason}): a smaller --batch-size, "
-                           "--max-new-tokens or --budget may help, or more target ranks"), True)
+            fail(f"{name} lacks memory ({reason}): a smaller --batch-size, --max-new-tokens or "
+                 "--budget may help, or more target ranks")
         if "closed by peer" not in message and "reset by peer" not in message:
             raise
         if not interrupted.is_set():
@@ -108,13 +107,17 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
         sys.exit(130)
 
 
-def fail(problem: UserError, is_reporter: bool) -> None:
-    """One sentence, exit status 2. Where several ranks find the same fault, one reports it and the
+def report(problem: Exception | str) -> None:
+    print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr, flush=True)
+
+
+def fail(problem: UserError | str, is_reporter: bool = True) -> None:
+    """One sentence, exit status 2. Of several ranks with the same fault one reports it, and the
     others leave it the time."""
     if is_reporter:
         if decoding.is_set():
             print(flush=True)  # the text that was streamed ends in the middle of a line
-        print(f"{Path(sys.argv[0]).name}: error: {problem}", file=sys.stderr, flush=True)
+        report(f"error: {problem}")
     else:
         time.sleep(3)
     sys.exit(2)
@@ -150,8 +153,7 @@ def exit_with_child(draft: subprocess.Popen) -> None:
     time.sleep(2)  # this rank may find out by itself, and report it
     if status == 2:  # the draft's rank has reported why
         os._exit(2)
-    print(f"{Path(sys.argv[0]).name}: the draft's rank has ended with status {status}",
-          file=sys.stderr, flush=True)
+    report(f"the draft's rank has ended with status {status}")
     os._exit(1)
 
 

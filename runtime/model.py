@@ -24,6 +24,7 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 `past_key_values`, and a 4-D `attention_mask` is used as it is.
 """
 import time
+import timeit
 from contextlib import contextmanager
 
 import torch
@@ -39,7 +40,7 @@ PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attenti
 
 class Stopwatch:
     """When each piece of work began and ended: `with watch("verify"): ...`. A GPU takes the times
-    itself (CUDA events): waiting for it would keep the host from launching what comes next."""
+    itself (CUDA events), so that the host need not wait for it."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -105,8 +106,8 @@ class Pace:
 
 
 class KVCache:
-    """The keys and values of all layers: two buffers `[rows, heads, slots, head size]` each, made
-    at the first write. Smaller batches use the first rows."""
+    """Keys and values: per layer two buffers `[rows, heads, slots, head size]`, made at the first
+    write. Smaller batches use the first rows."""
 
     def __init__(self, rows: int, slots: int):
         self.rows = rows
@@ -121,8 +122,7 @@ class KVCache:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
                **__) -> list[torch.Tensor]:
-        """Called by every attention layer: store `[B, heads, n, head size]`, return all to be
-        seen."""
+        """Called by every attention layer: store `[B, heads, n, head size]`, return all in use."""
         if layer not in self.layers:
             self.layers[layer] = [
                 new.new_zeros(self.rows, new.shape[1], self.slots, new.shape[-1])
@@ -137,7 +137,7 @@ class KVCache:
         return [buffer[:, :, :self.used] for buffer in buffers]
 
     def get_seq_length(self, *_) -> int:
-        return 0  # read by some models to number the positions, which we always give
+        return 0  # some models number positions by it; we always give them
 
 
 class CausalLM:
@@ -145,10 +145,9 @@ class CausalLM:
     row, `V` vocabulary."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits, by default its own; a draft is given its
+        """`vocab_size`: the V of the logits, by default the model's own; a draft is given its
         target's. Embeddings are often padded differently within a family: what the draft has
-        beyond V is never proposed; what it lacks has q = 0, and is read as the last token that it
-        knows."""
+        beyond V is never proposed; what it lacks has q = 0, and is read as its last token."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
@@ -162,9 +161,9 @@ class CausalLM:
         check_model(self)
 
     def allocate(self, rows: int, slots: int, max_length: int) -> None:
-        """Start a new batch of texts of up to `max_length` tokens, with so many slots a row. The
-        buffers of the last batch, and the graphs captured with them, serve again if they suffice.
-        Raises `UserError` for too long texts."""
+        """Start a batch of texts of up to `max_length` tokens, with so many slots a row. The last
+        buffers, and the graphs captured with them, serve again if they suffice. Raises `UserError`
+        for too long texts."""
         limit = text_limit(self.model.config)
         if max_length > limit:
             raise UserError(
@@ -181,8 +180,7 @@ class CausalLM:
                 visible: torch.Tensor, logits: bool = True) -> torch.Tensor | None:
         """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
         where `visible` `[B, n, slots in use]` is True. `logits=False` only fills the KV. Positions
-        beyond the longest text are clamped to its end: such tokens are computed only to keep shapes
-        static, and never used."""
+        beyond the longest text are clamped to its end: such tokens only keep shapes static."""
         if not logits:
             return self.forward_eager(*self.inputs(tokens, positions, slots, visible), keep=1)
         with self.pace():
@@ -198,12 +196,12 @@ class CausalLM:
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        mask = mask.masked_fill_(~visible, -torch.inf)
+        mask.masked_fill_(~visible, -torch.inf)
         return tokens, positions, slots, mask
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
-        """The pass, kernel by kernel: logits of the last `keep` tokens, or, if 0, of all."""
+        """The pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
         self.kv.set_slots(slots, mask.shape[-1])
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
                           past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
@@ -234,13 +232,12 @@ class CausalLM:
         if milliseconds == 0:
             return
         self.allocate(1, 8, 8)
-        seconds = []
-        for _ in range(3):
-            started = time.perf_counter()
-            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+
+        def one_pass() -> None:
             self.causal(token, torch.tensor([0])).cpu()  # which waits for a GPU
-            seconds.append(time.perf_counter() - started)
-        fastest = 1000 * min(seconds)
+
+        fastest = 1000 * min(timeit.repeat(one_pass, number=1, repeat=3))
         if milliseconds < fastest:
             raise UserError(f"--pace: a pass of this {self.model.config.model_type} model takes "
                             f"{fastest:.1f} ms on this machine, so it cannot keep a pace of "
@@ -253,7 +250,7 @@ class CausalLM:
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             return []
-        return [eos] if isinstance(eos, int) else list(eos)
+        return [eos] if isinstance(eos, int) else eos
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,

@@ -19,9 +19,9 @@ from runtime.tensor_parallel import check_shardable, load_sharded
 
 
 class Placement:
-    """Which rank this process is and where it computes. Rank r of a machine takes its GPU number r,
-    if there is one, else the CPU. In ssd the last of several ranks holds the draft; all others hold
-    the target together."""
+    """Which rank this process is and where it computes: rank r of a machine on GPU r, if there is
+    one, else on the CPU. In ssd the last of several ranks holds the draft; all others hold the
+    target together."""
 
     def __init__(self, settings: DecodingSettings):
         self.rank = int(os.environ.get("RANK", 0))
@@ -43,24 +43,23 @@ class Placement:
         self.tp_group = None  # of the ranks that hold the target, if there are several
         next_machine = self.rank - local_rank + self.local_world_size  # its first rank
         draft_is_here = draft_ranks == 1 and next_machine == self.world_size
-        self.threads = 1 if any(settings.pace) else self.num_threads(num_gpus, draft_is_here)
+        self.threads = self.num_threads(num_gpus, draft_is_here, any(settings.pace))
         torch.set_num_threads(self.threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def num_threads(self, num_gpus: int, draft_is_here: bool) -> int:
+    def num_threads(self, num_gpus: int, draft_is_here: bool, paced: bool) -> int:
         """One for a rank on a GPU, and for a draft whose machine computes the target's passes, too;
-        the other ranks of a machine share its remaining cores. (A thread for each core:
-        hyperthreads would share its units.) Not when paced: passes of several threads are late as
-        soon as another program wants a core."""
-        if self.device.type == "cuda":
+        the other ranks of a machine share its remaining cores (hyperthreads would gain nothing).
+        One when paced: several are late as soon as another program wants a core."""
+        if self.device.type == "cuda" or paced:
             return 1
         cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):
             cores = min(cores, len(os.sched_getaffinity(0)))
-        on_gpus = min(num_gpus, self.local_world_size)
-        sharing = self.local_world_size - on_gpus
-        cores -= on_gpus
+        ranks_on_gpus = min(num_gpus, self.local_world_size)
+        sharing = self.local_world_size - ranks_on_gpus
+        cores -= ranks_on_gpus
         if draft_is_here and sharing > 1:
             if not self.holds_target:
                 return 1
@@ -69,8 +68,7 @@ class Placement:
         return max(1, cores // sharing)
 
     def join(self) -> None:
-        """Meet the other ranks. Tensors in host memory travel over gloo, those of a group that has
-        a GPU for each of its ranks over NCCL."""
+        """Meet the other ranks. Groups with a GPU for every rank use NCCL, others gloo."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         # one rank may wait for another that downloads 140 GB; a rank that died closes its sockets
@@ -124,8 +122,8 @@ class Job:
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template,
                               self.context, self.vocab_size)
-        max_new_tokens = getattr(settings, "max_new_tokens", 0)  # slow motion decides later
-        self.max_length = min(max(map(len, self.prompts)) + max_new_tokens, self.context)
+        longest = max(map(len, self.prompts)) + settings.max_new_tokens
+        self.max_length = min(longest, self.context)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
@@ -160,28 +158,33 @@ class Job:
             placement.join()
         target = self.load_target() if placement.holds_target else None
         draft = self.load_draft() if placement.holds_draft else None
-        settings = self.settings
-        target_pace, draft_pace = settings.pace
-        if target:
-            target.min_slots = self.max_length + settings.lookahead
-            target.set_pace(target_pace)
-        if draft:
-            draft.min_slots = self.max_length + settings.lookahead * (1 + settings.budget)
-            draft.set_pace(draft_pace)
         if placement.world_size > 1:
             dist.barrier()  # or one rank would time how long another loads
         return Models(target, draft, self.context, self.vocab_size)
 
     def load_draft(self) -> CausalLM:
-        model = load(self.settings.draft, self.draft_config, self.dtype, self.placement.device)
-        return self.with_graphs(CausalLM(model, self.vocab_size))
+        settings = self.settings
+        model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
+        scratch = settings.lookahead * (1 + settings.budget)
+        return self.ready(CausalLM(model, self.vocab_size), scratch, settings.pace[1])
 
     def load_target(self) -> CausalLM:
         """Whole, or this rank's share of it."""
+        settings = self.settings
         group = self.placement.tp_group
-        given = (self.settings.target, self.target_config, self.dtype, self.placement.device)
+        given = (settings.target, self.target_config, self.dtype, self.placement.device)
         model = load_sharded(*given, group) if group else load(*given)
-        return self.with_graphs(CausalLM(model), group)
+        return self.ready(CausalLM(model), settings.lookahead, settings.pace[0], group)
+
+    def ready(self, model: CausalLM, scratch: int, pace: float,
+              group: dist.ProcessGroup | None = None) -> CausalLM:
+        """The model with slots for the longest text and `scratch` more, with CUDA graphs where they
+        serve, and paced (ms a pass). `group`: the ranks that share it."""
+        model.min_slots = self.max_length + scratch
+        if self.placement.on_gpus and not self.settings.eager:
+            model.forward_fn = GraphRunner(model, group)
+        model.set_pace(pace)
+        return model
 
     @property
     def dtype(self) -> torch.dtype:
@@ -190,17 +193,10 @@ class Job:
             return getattr(torch, self.settings.dtype)
         return torch.bfloat16 if self.placement.on_gpus else torch.float32
 
-    def with_graphs(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
-        if self.placement.on_gpus and not self.settings.eager:
-            model.forward_fn = GraphRunner(model, group)
-        return model
-
 
 def open_model(flag: str, path: str):
     """The configuration and tokenizer of a checkpoint; nothing big is read."""
     if not Path(path).is_dir():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:  # no Hub id does
-            raise UserError(f"{flag} {path}: no such folder")
         try:
             huggingface_hub.HfApi().model_info(path, timeout=10)
         except Exception:  # from here on what was downloaded before must do
@@ -218,19 +214,20 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int,
     if chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     if chat:
-        turns = [[{"role": "user", "content": text}] for text in texts]
-        prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True,
-                                                 return_dict=True)["input_ids"] for turn in turns]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
     else:
-        prompts = tokenizer(texts)["input_ids"]
+        encoded = tokenizer(texts)
+    prompts = encoded["input_ids"]
     for number, prompt in enumerate(prompts, start=1):
+        name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:
-            raise UserError(f"prompt {number} of {len(prompts)} has {len(prompt)} tokens, and the "
-                            f"target's context is {context}")
+            raise UserError(f"{name} has {len(prompt)} tokens, and the target's context is "
+                            f"{context}")
         largest = max(prompt)
         if largest >= vocab_size:
             token = tokenizer.convert_ids_to_tokens(largest)
-            raise UserError(f"prompt {number} of {len(prompts)} holds the token {token!r}, number "
-                            f"{largest}, and the target's embedding ends at {vocab_size - 1}: "
-                            "leave it out, or resize the target's embedding")
+            raise UserError(f"{name} holds the token {token!r}, number {largest}, and the target's "
+                            f"embedding ends at {vocab_size - 1}: leave it out, or resize the "
+                            "embedding")
     return prompts

@@ -1,4 +1,4 @@
-"""What a person sees: the stream, the summary, --json; and the statistics behind them."""
+"""What a person sees: the stream, the summary, --json, and the statistics behind them."""
 import os
 import re
 import sys
@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from runtime.placement import Job
-from runtime.settings import write_json
+from runtime.settings import Settings, write_json
 
 CONTEXT = 8  # tokens, on which the text of the next ones may depend
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
@@ -18,24 +18,23 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newlin
 
 @dataclass
 class Stats:
-    """Counts and times of decoding. Rates are those of decoding alone: prefill, and the token that
-    it yields, are apart."""
-    tokens: int = 0             # new tokens, those of prefill included
+    """Counts and times of decoding, in seconds; prefill, and the token that it yields, apart."""
+    tokens: int = 0             # new tokens, with those of prefill
     prefill_tokens: int = 0     # one a prompt
     prefill_seconds: float = 0.0
     seconds: float = 0.0        # decoding, wall clock
     rounds: int = 0
-    row_rounds: int = 0         # rounds, counted once for every active row
+    row_rounds: int = 0         # rounds, once for every active row
     accepted: int = 0
-    rejected: int = 0           # rejections: at most one per row and round
+    rejected: int = 0           # at most one per row and round
     hits: int = 0
-    hit_tokens: int = 0         # those of `tokens` that the rounds after a hit gave
+    hit_tokens: int = 0         # of rounds after a hit
     lookahead: int = 0
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
-    pace_kept: int = 0          # passes, of both models, that were as fast as --pace
+    pace_kept: int = 0          # passes of both models that were as fast as --pace
     passes: int = 0             # with a pace
-    bonus_ranks: torch.Tensor | None = None  # [2, K+1, n+1], see `RankCounts`
-    choices: dict[str, Any] = field(default_factory=dict)              # the draft's
+    bonus_ranks: torch.Tensor | int = 0  # the draft's, [2, K+1, n+1], see `RankCounts`
+    choices: dict[str, Any] = field(default_factory=dict)  # the draft's
 
     def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
                     rows: list[tuple[int, int, bool]]) -> None:
@@ -47,7 +46,7 @@ class Stats:
             self.prefill_seconds += seconds
             return
         self.seconds += seconds
-        self.lookahead = max(self.lookahead, lookahead)
+        self.lookahead = lookahead
         self.rounds += 1
         self.row_rounds += len(rows)
         for accepted, kept, hit in rows:
@@ -57,16 +56,13 @@ class Stats:
             self.hit_tokens += kept * hit
 
     def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
-            bonus_ranks: torch.Tensor | None = None, choices: dict[str, Any] = {}) -> None:
-        """What a worker measured and counted in a batch: spans of work, in seconds; passes that
-        kept the pace, and all; the table of `RankCounts`."""
-        self.choices |= choices
+            bonus_ranks: torch.Tensor | int = 0, choices: dict[str, Any] = {}) -> None:
+        """What a worker measured and counted in a batch. `pace`: (kept, passes)."""
+        self.spans += spans
         self.pace_kept += pace[0]
         self.passes += pace[1]
-        if bonus_ranks is not None:
-            before = 0 if self.bonus_ranks is None else self.bonus_ranks
-            self.bonus_ranks = before + bonus_ranks
-        self.spans += spans
+        self.bonus_ranks = self.bonus_ranks + bonus_ranks
+        self.choices |= choices
 
     def seconds_of(self, work: str) -> list[float]:
         """How long each piece of this work took."""
@@ -77,21 +73,21 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """The figures of `--json`. `acceptance_rate` is the maximum-likelihood a of the paper's
-        geometric model; T_p (one pre-speculation: a trunk pass and K tree steps) and T_b (one
-        backup) are in units of one verification."""
+        """The figures of `--json`. `acceptance_rate`: the maximum-likelihood a of the paper's
+        geometric model; T_p (a pre-speculation: trunk pass and K tree steps) and T_b (a backup) in
+        units of a verification."""
         decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         step = self.mean_seconds("step")
-        return {
+        summary = {
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": ratio(decoded, self.seconds),
             "rounds": self.rounds,
             "tokens_per_round": ratio(decoded, self.row_rounds),
-            "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected) if K else None,
+            "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected),
             "hit_rate": ratio(self.hits, self.row_rounds) if K else None,
             "E_hit": ratio(self.hit_tokens, self.hits),
             "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
@@ -99,16 +95,11 @@ class Stats:
             "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
-            "pace_kept": ratio(self.pace_kept, self.passes),
-            **self.choices,
-            **self.rank_tables()}
-
-    def rank_tables(self) -> dict[str, list]:
-        """By who drafted, primary or backup."""
-        if self.bonus_ranks is None:
-            return {}
-        names = ("bonus_ranks", "bonus_ranks_after_backup")
-        return dict(zip(names, self.bonus_ranks.tolist()))
+            "pace_kept": ratio(self.pace_kept, self.passes)}
+        if self.choices:  # there is a draft
+            summary |= self.choices
+            summary["bonus_ranks"], summary["bonus_ranks_after_backup"] = self.bonus_ranks.tolist()
+        return summary
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -116,8 +107,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
-    """The speedup over autoregressive decoding that follows from what was measured (Thm. 7; in a
-    batch, Cor. 16). What was not seen, such as a miss, has no weight."""
+    """The speedup over autoregressive decoding by Theorem 7 (in a batch, Cor. 16) with the parts
+    that were measured. What was not seen, such as a miss, has no weight."""
     parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
     return throughput(*parts, batch_size)
 
@@ -182,8 +173,8 @@ class Display:
             self.stream(new_tokens[-1:], colour + self.UNDERLINED)
 
     def stream(self, new_tokens: list[int], style: str, last: bool = False) -> None:
-        """What the tokens add to the text; half a character waits for the other half. Only the last
-        tokens are decoded: those before change nothing."""
+        """Show what the tokens add to the text, decoded with a few before them; half a character
+        waits for the other half."""
         self.tokens += new_tokens
         text = self.decode(self.tokens)
         if last or not text.endswith("\ufffd"):
@@ -195,7 +186,7 @@ class Display:
         return self.job.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def end_batch(self, new_tokens: list[list[int]], eos: list[int]) -> None:
-        """The texts of a batch are complete."""
+        """Keep the texts of a batch, and show them if they were not streamed."""
         for tokens in new_tokens:
             number = len(self.outputs)
             prompt = self.job.texts[number]
@@ -288,12 +279,9 @@ class Display:
 
     def warn_of_flags_without_effect(self) -> None:
         settings = self.job.settings
-        for name, neutral in (("top_k", 0), ("top_p", 1), ("downweight", 1),
-                              ("public_noise", False)):
-            flag = f"--{name.replace('_', '-')}"
-            if getattr(settings, name) == neutral:
-                continue
-            if settings.temperature == 0:
-                print(f"  {flag} has no effect on greedy decoding")
-            elif name == "downweight" and settings.mode != "ssd":
-                print(f"  {flag} is ignored: only a cache has something to gain from it")
+        if settings.temperature == 0:
+            for name in ("top_k", "top_p", "downweight", "public_noise"):
+                if getattr(settings, name) != getattr(Settings, name):  # not the default
+                    print(f"  --{name.replace('_', '-')} has no effect on greedy decoding")
+        elif settings.downweight < 1 and settings.mode != "ssd":
+            print("  --downweight is ignored: only a cache has something to gain from it")

@@ -8,11 +8,11 @@ import ast
 import json
 import math
 import os
-import stat
 import sys
 import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
@@ -32,8 +32,7 @@ def first_line(problem: Exception) -> str:
 
 def keys_of(file: str, name: str) -> tuple[str, ...]:
     """The keys of a dictionary of functions, read from the source: importing it imports torch."""
-    tree = ast.parse((ROOT / file).read_text("utf-8"))
-    for node in tree.body:
+    for node in ast.parse((ROOT / file).read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return tuple(key.value for key in node.value.keys)
     raise KeyError(f"{file} has no {name}")
@@ -58,27 +57,26 @@ GROUPS = (TEXT, METHOD, MODELS, SAMPLING, CACHE, SAGUARO_SAMPLING, FALLBACK, MAC
           SLOW_MOTION)
 
 
-def option(group: str, default, help: str, min: float | None = None, max: float = math.inf,
-           **form):
+def option(group: str, default, help: str, min: float = -math.inf, max: float = math.inf, **form):
     """A field of settings, and the command line option that sets it; of a number, its range.
     `form`: further arguments for argparse."""
     shown = default
-    if isinstance(default, tuple):
-        shown = " ".join(map(str, default))
     if default in (None, ()):
         shown = "none"
     elif default is False:
         shown = "off"
+    elif isinstance(default, tuple):
+        shown = " ".join(map(str, default))
     form["help"] = f"{help} (default: {shown})"
     return field(default=default, metadata=dict(group=group, min=min, max=max, form=form))
 
 
 def pace_option(default: tuple[float, float]):
     return option(
-        MACHINE, default, "every decoding pass of the target and of the draft takes at least so "
-        "many milliseconds, and sleeps where the computation was faster: the latencies of other "
-        "hardware on this machine, such as 73.2 10.2, those of a 70B target and of a small draft "
-        "on H100s, times four; 0 0: off", nargs=2, type=float, metavar=("TARGET_MS", "DRAFT_MS"))
+        MACHINE, default, "the least time of each decoding pass of the target and of the draft, in "
+        "milliseconds: a pass that was computed sooner sleeps for the rest. 73.2 10.2: latencies "
+        "of a 70B target and a small draft on H100s, times four; 0 0: off", min=0, max=1e6,
+        nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
 
 
 @dataclass
@@ -95,7 +93,8 @@ class DecodingSettings:
     top_k: int = option(SAMPLING, 0, "sample among the N likeliest tokens; 0: among all", min=0,
                         metavar="N")
     top_p: float = option(
-        SAMPLING, 1.0, "sample among the likeliest tokens of total probability P", min=1e-9, max=1)
+        SAMPLING, 1.0, "sample among the likeliest tokens of total probability P", min=1e-9, max=1,
+        metavar="P")
     seed: int = option(
         SAMPLING, 0, "same seed, flags and machine: same text", min=0, max=2 ** 63 - 1)
     budget: int = option(
@@ -119,7 +118,7 @@ class DecodingSettings:
         choices=(*BACKUPS, "auto"))
     backup_acceptance_rate: float | None = option(
         FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
-        "one, 0.2 after others", min=0, max=1, type=float)
+        "one, 0.2 after others", min=0, max=1)
     dtype: str = option(MACHINE, "auto", "auto: bfloat16 on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option(MACHINE, "auto", "auto: GPUs if there are any",
@@ -128,30 +127,34 @@ class DecodingSettings:
         MACHINE, False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
+    prompt = ()  # these three for commands without such options
+    prompts = None
+    max_new_tokens = 0
+
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
-        if isinstance(getattr(self, "prompt", None), str):
-            self.prompt = (self.prompt,)
         for f in fields(self):
-            if isinstance(getattr(self, f.name), os.PathLike):
-                setattr(self, f.name, str(getattr(self, f.name)))
-            check_value(f, getattr(self, f.name))
+            value = getattr(self, f.name)
+            if isinstance(value, os.PathLike):
+                value = str(value)
+            several = "nargs" in f.metadata["form"]
+            values = value if several and isinstance(value, (tuple, list)) else [value]
+            setattr(self, f.name, tuple(values) if several else value)
+            for one in values:
+                check_value(f, one)
         if 0 < self.temperature < 1e-6:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
-        pace = tuple(self.pace) if isinstance(self.pace, (tuple, list)) else (self.pace,)
-        if len(pace) != 2 or not all(is_number(ms) and 0 <= ms <= 1e6 for ms in pace):
-            raise UserError(f"--pace {' '.join(map(str, pace))}: it must be two numbers of "
-                            "milliseconds, at least 0 and at most 1000000")
-        self.pace = pace
+        if len(self.pace) != 2:
+            raise UserError(f"--pace is {self.pace}; it must be two numbers of milliseconds")
         if self.fan_out not in FAN_OUTS:
-            shape = str(self.fan_out).split(",")
+            shape = self.fan_out.split(",")
             if len(shape) != self.lookahead + 1 or not all(F.isdecimal() for F in shape):
                 raise UserError(f"--fan-out {self.fan_out}: neither {' nor '.join(FAN_OUTS)} nor "
                                 f"{self.lookahead + 1} numbers, F_0,...,F_K for K = --lookahead")
             self.budget = sum(map(int, shape))
 
     def to_settings(self, **changes) -> "Settings":
-        """Settings of `saguaro.py` with these options, the others as in `changes` or default."""
+        """Settings of `saguaro.py` with these options and `changes`."""
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingSettings)}
         return Settings(**shared | changes)
 
@@ -162,27 +165,35 @@ class DecodingSettings:
         return self.acceptance_rate if backup == "neural" else 0.2
 
 
-def is_number(value) -> bool:
-    return isinstance(value, (int, float))
+TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
+         bool: (bool, "True or False")}
+
+
+def value_type(f) -> type:
+    """That of the values of a field: int, float, str or bool."""
+    return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
 def check_value(f, value) -> None:
+    """Raises `UserError` for a value that the field may not hold."""
     flag = f"--{f.name.replace('_', '-')}"
     minimum = f.metadata["min"]
     maximum = f.metadata["max"]
     choices = f.metadata["form"].get("choices")
-    if minimum is not None and (value, f.default) != (None, None):
-        if f.type is int and not isinstance(value, int):
-            raise UserError(f"{flag} is {value!r}; it must be a whole number")
-        if not is_number(value):
-            raise UserError(f"{flag} is {value!r}; it must be a number")
-        if not minimum <= value <= maximum:
-            allowed = f"at least {minimum}"
-            if maximum < math.inf:
-                allowed += f" and at most {maximum}"
-            raise UserError(f"{flag} is {value}; it must be {allowed}")
-    if choices and f.type is str and value not in choices:
-        raise UserError(f"{flag} is {value!r}; it must be one of {', '.join(choices)}")
+    types, type_name = TYPES[value_type(f)]
+    if value is None and f.default is None:
+        return
+    if not isinstance(value, types):
+        allowed = type_name
+    elif choices and value not in choices:
+        allowed = f"one of {', '.join(choices)}"
+    elif not isinstance(value, str) and not minimum <= value <= maximum:
+        allowed = f"at least {minimum}"
+        if maximum < math.inf:
+            allowed += f" and at most {maximum}"
+    else:
+        return
+    raise UserError(f"{flag} is {value!r}; it must be {allowed}")
 
 
 @dataclass
@@ -200,7 +211,7 @@ examples:
     prompt: tuple[str, ...] = option(
         TEXT, (), "texts to continue; - alone: what stands in standard input", nargs="+")
     prompts: str | None = option(
-        TEXT, None, "JSON Lines, each with a field prompt, question or text")
+        TEXT, None, "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 128, "tokens to generate for each prompt, at most", min=1)
     batch_size: int = option(TEXT, 1, "prompts decoded together", min=1)
     ignore_eos: bool = option(TEXT, False, "do not stop at an end-of-sequence token")
@@ -211,15 +222,11 @@ examples:
 
     def __post_init__(self):
         super().__post_init__()
-        is_list = isinstance(self.prompt, (tuple, list))
-        if not is_list or not all(isinstance(text, str) for text in self.prompt):
-            raise UserError(f"--prompt is {self.prompt!r}; it must be texts")
-        self.prompt = tuple(self.prompt)
         if self.prompt and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other")
         if self.lookahead > max(16, self.max_new_tokens):
-            raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens a "
-                            f"round; --max-new-tokens is {self.max_new_tokens}")
+            raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens; "
+                            f"--max-new-tokens is {self.max_new_tokens}")
         if self.json is not None:
             check_writable("--json", self.json)
 
@@ -236,7 +243,7 @@ examples:
     mode = "ssd"  # no option: it needs the ranks of ssd
 
     prompts: str = option(TEXT, str(TINY / "prompts.jsonl"),
-                          "JSON Lines, each with a field prompt, question or text")
+                          "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 40, "tokens to generate for each prompt, exactly", min=2)
     pace: tuple[float, float] = pace_option((73.2, 10.2))
     quick: bool = option(BENCH, False, "3 prompts, 24 tokens, one seed, no choice of K")
@@ -290,65 +297,60 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
     groups = {title: parser.add_argument_group(title) for title in GROUPS
               if any(f.metadata["group"] == title for f in fields(kind))}
     for f in fields(kind):
-        title = f.metadata["group"]
+        group = groups[f.metadata["group"]]
         form = {"default": f.default}
         if f.type is bool:
             form["action"] = "store_true"
         else:
-            form["type"] = f.type if f.type in (int, float) else str
+            form["type"] = value_type(f)
             if "choices" not in f.metadata["form"]:
                 form["metavar"] = f.name.split("_")[-1].upper()
-        groups[title].add_argument("--" + f.name.replace("_", "-"), **form | f.metadata["form"])
-    if any(f.name == "prompt" for f in fields(kind)):
-        parser.add_argument("texts", nargs="*", metavar="TEXT", help="the same as --prompt TEXT")
-    given = vars(parser.parse_args(arguments))
-    texts = given.pop("texts", [])
-    if texts and given["prompt"]:
-        raise UserError("give the prompts with --prompt or without it, not both")
-    if texts:
-        given["prompt"] = texts
-    return kind(**given)
+        if f.name == "prompt":
+            group = group.add_mutually_exclusive_group()
+            group.add_argument("prompt", nargs="*", default=argparse.SUPPRESS, metavar="TEXT",
+                               help="the same as --prompt TEXT")
+        group.add_argument("--" + f.name.replace("_", "-"), **form | f.metadata["form"])
+    return kind(**vars(parser.parse_args(arguments)))
 
 
 # ---- files ----
 
 def in_standard_input(settings: DecodingSettings) -> bool:
-    """Is the prompt what stands there? One rank alone can read it."""
-    return getattr(settings, "prompt", None) == ("-",)
+    """Is the prompt there? Only one rank can read it."""
+    return settings.prompt == ("-",)
 
 
 def read_prompts(settings: DecodingSettings) -> list[str]:
-    """The texts to continue: --prompt, standard input, the lines of --prompts, or tiny/prompt.txt.
-    """
-    path = getattr(settings, "prompts", None)
+    """The texts to continue: --prompt, standard input, --prompts or tiny/prompt.txt."""
     if in_standard_input(settings):
         texts = [sys.stdin.buffer.read().decode("utf-8", "surrogateescape")]
-    elif getattr(settings, "prompt", None):
+    elif settings.prompt:
         texts = list(settings.prompt)
-    elif path is not None:
-        texts = read_json_lines(path)
+    elif settings.prompts is not None:
+        texts = read_json_lines(settings.prompts)
     else:
         texts = [(TINY / "prompt.txt").read_text("utf-8")]
     for number, text in enumerate(texts, start=1):
+        name = f"prompt {number} of {len(texts)}"
         if not text:
-            raise UserError(f"prompt {number} of {len(texts)} is empty")
+            raise UserError(f"{name} is empty")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"prompt {number} of {len(texts)} is no text (half a character, or not "
-                            "UTF-8), so no tokenizer can read it")
+            raise UserError(f"{name} is no text: half a character, or not UTF-8")
     if not texts:
-        raise UserError(f"--prompts {path} holds no prompt")
+        raise UserError(f"--prompts {settings.prompts} holds no prompt")
     return texts
 
 
 def read_json_lines(path: str) -> list[str]:
     """The texts of a JSON Lines file. Raises `UserError`, naming the line."""
+    file = Path(path)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if file.exists() and not file.is_file():
             raise ValueError("not a file that every rank can read for itself")
-        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
+        lines = file.read_text("utf-8-sig").split("\n")  # U+2028 ends no line
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"--prompts {path or repr(path)}: {reason}") from problem
+        raise UserError(f"--prompts {path!r}: {reason}") from problem
     texts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -366,7 +368,7 @@ def read_json_lines(path: str) -> list[str]:
 def check_writable(flag: str, path: str) -> None:
     """Refuse what `write_json` could not write."""
     file = Path(path)
-    if not path or file.exists() and not file.is_file() or not file.resolve().parent.is_dir():
+    if file.exists() and not file.is_file() or not file.resolve().parent.is_dir():
         raise UserError(f"{flag} {path!r}: not a file in an existing folder")
     try:
         tempfile.TemporaryFile(dir=file.resolve().parent).close()

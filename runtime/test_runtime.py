@@ -148,11 +148,10 @@ WRONG = {  # a command, and what is said about it
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: PyTorch sees no CUDA device",
     "--pace 60": "--pace: expected 2 arguments",
-    "--pace 60 -1": "--pace 60.0 -1.0: it must be two numbers",
-    "--pace nan 8": "--pace nan 8.0: it must be two numbers",
+    "--pace 60 -1": "--pace is -1.0; it must be at least 0", "--pace nan 8": "--pace is nan",
     "--pace 1e-3 0 --mode ar": "so it cannot keep a pace of 0.001 ms",
     "--prompt ''": "prompt 1 of 1 is empty", "--prompt a --prompts FIELDLESS": "exclude each other",
-    "a --prompt b": "give the prompts with --prompt or without it, not both",
+    "a --prompt b": "--prompt: not allowed with argument TEXT",
     "--prompts nowhere.jsonl": ": No such file", "--prompts EMPTY": "holds no prompt",
     "--prompts /dev/null": "not a file that every rank can read",
     "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
@@ -160,7 +159,7 @@ WRONG = {  # a command, and what is said about it
     "--json BART": "not a file in an existing folder",
     "--json nowhere/out.json": "not a file in an existing folder",
     "--json /proc/out.json": "--json /proc/out.json: ",
-    "--target ./nowhere": "--target ./nowhere: no such folder",
+    "--target ./nowhere": "--target ./nowhere: neither a folder",
     "--target no-such/model": "no-such/model: neither a folder with a model",
     "a 'b <word>' --target ADDED --mode ar":
         "prompt 2 of 2 holds the token '<word>', number 2048,",
@@ -203,12 +202,12 @@ def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_in
     (dict(lookahead="4"), "--lookahead is '4'; it must be a whole number"),
     (dict(lookahead=2.5), "--lookahead is 2.5; it must be a whole number"),
     (dict(temperature=None), "--temperature is None; it must be a number"),
-    (dict(prompt=5), "--prompt is 5; it must be texts"),
-    (dict(prompt=["a", 5]), "--prompt is ['a', 5]; it must be texts"),
+    (dict(prompt=["a", 5]), "--prompt is 5; it must be a text"),
+    (dict(public_noise="no"), "--public-noise is 'no'; it must be True or False"),
     (dict(temperature=1e-9), "must be 0 or at least 1e-6"),
     (dict(mode="fast"), "--mode is 'fast'; it must be one of ssd, sd, ar"),
-    (dict(pace=60), "--pace 60: it must be two numbers"),
-    (dict(fan_out=[4, 3, 2, 1, 2]), "nor 5 numbers")), ids=str)
+    (dict(pace=60), "--pace is (60,); it must be two numbers"),
+    (dict(fan_out=[4, 3, 2, 1, 2]), "--fan-out is [4, 3, 2, 1, 2]; it must be a text")), ids=str)
 def test_settings_made_in_python_are_checked_too(wrong, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         Settings(**wrong)
