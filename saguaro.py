@@ -184,10 +184,10 @@ class Channel:
         q = q.view(rows, self.lookahead, self.q_width)
         return Speculation(tokens.long(), q, source[:, 0].long())
 
-    def broadcast_report(self, report: dict[str, Any]) -> dict[str, Any]:
-        """The drafting rank's `report`, on all ranks."""
-        message = [report]
-        dist.broadcast_object_list(message, self.draft_rank)
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Any Python object of rank `source`, on all ranks."""
+        message = [value]
+        dist.broadcast_object_list(message, source)
         return message[0]
 
 
@@ -232,11 +232,16 @@ class Decoder:
             follow(self.target, self.channel, prompts, sequences.max_length)
         report = self.speculator.report() if self.speculator else {}
         if self.channel:
-            report = self.channel.broadcast_report(report)
+            report = self.channel.broadcast(report, self.channel.draft_rank)
         self.stats.add(**report)
         if self.target:
             self.stats.add(self.target.watch.read(), self.target.model.pace.read())
         return sequences.new_tokens
+
+    def is_interrupted(self) -> bool:
+        """Did rank 0 get Ctrl-C? All ranks ask together, so that all stop after the same batch."""
+        is_set = interrupted.is_set()
+        return self.channel.broadcast(is_set, 0) if self.channel else is_set
 
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
         """What rank 0 verifies next: drafted by another rank (ssd), here (sd), or empty (ar)."""
@@ -302,6 +307,8 @@ def warm_up(settings: Settings, models: Models, placement: Placement | None,
 def main(settings: Settings) -> None:
     """All prompts, decoded and shown."""
     job = Job(settings)
+    settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
+    job.settings = settings
     models = job.load()
     if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
@@ -314,7 +321,7 @@ def main(settings: Settings) -> None:
             display.end_batch(decoder(batch, display.show), decoder.eos)
         else:
             decoder(batch)
-        if interrupted.is_set():
+        if decoder.is_interrupted():
             break
     if display:
         display.finish(decoder.stats.summary())

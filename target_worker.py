@@ -55,7 +55,7 @@ class TargetWorker:
             logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
             p = self.sampler.probabilities(logits)
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms, noise_keys)
-            finite = (logits.amax(-1).sum(1) + q.sum((1, 2))).isfinite()
+            finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
             verdict = torch.stack([num_accepted, bonus, finite.long()]).cpu()
         if not verdict[2].all():
             raise UserError(f"logits are infinite or not numbers in {self.model.dtype}: "

@@ -35,6 +35,9 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
     """The settings of this run, checked; the other rank is on its way."""
     gc.set_threshold(100_000)  # imports make many objects, no garbage: searching them took 0.6 s
+    # threads that wait for each other give their cores back sooner: 1.4 times as fast beside two
+    # busy programs, as fast alone
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         settings = parse(kind)
         if not in_standard_input(settings):
@@ -150,9 +153,9 @@ def exit_with_child(draft: subprocess.Popen) -> None:
     status = draft.wait()
     if status == 0:
         return
-    time.sleep(2)  # this rank may find out by itself, and report it
     if status == 2:  # the draft's rank has reported why
         os._exit(2)
+    time.sleep(2)  # this rank may find out by itself, and report it
     report(f"the draft's rank has ended with status {status}")
     os._exit(1)
 

@@ -203,7 +203,7 @@ def open_model(flag: str, path: str):
             huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as problem:
+    except Exception as problem:  # a damaged file raises what its reader pleases
         raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a "
                         f"model on the Hugging Face Hub ({first_line(problem)})") from problem
 
@@ -215,7 +215,12 @@ def encode(tokenizer, texts: list[str], chat: bool, context: int,
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     if chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
-        encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True,
+                                                    return_dict=True)
+        except Exception as problem:  # a template is a program
+            raise UserError("--apply-chat-template: this model's template fails "
+                            f"({first_line(problem)})") from problem
     else:
         encoded = tokenizer(texts)
     prompts = encoded["input_ids"]

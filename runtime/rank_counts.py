@@ -1,7 +1,7 @@
-"""What a run counts and nothing decides by: which of the draft's guesses each bonus token was.
+"""Counts that influence no decision: which of the draft's guesses each bonus token was.
 
 The table of these ranks tells what a cache of any other shape or budget would have held of the very
-same outcomes, and which a and r (Defs. 10 and 11) fit them.
+same outcomes, and which a (section 4.1) and r (Def. 11) fit them.
 """
 import math
 from statistics import linear_regression

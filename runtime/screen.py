@@ -226,7 +226,8 @@ class Display:
             if summary[name] is not None and (name, settings.mode) != ("hit_rate", "sd"):
                 self.line(title, f"{summary[name]:{form}}", meaning)
         if settings.mode == "sd" and summary["T_b"] is not None:
-            self.line("drafting (T_SD)", f"{summary['T_b']:.2f}", "of a verification, each round")
+            self.line("drafting (T_SD)", f"{summary['T_b']:.2f}",
+                      f"of a verification, each round, {summary['backup']}")
         if settings.mode == "ssd":
             self.summarise_ssd(summary)
         placement = self.job.placement

@@ -209,7 +209,8 @@ examples:
       --draft meta-llama/Llama-3.2-1B-Instruct            the target shared by four GPUs"""
 
     prompt: tuple[str, ...] = option(
-        TEXT, (), "texts to continue; - alone: what stands in standard input", nargs="+")
+        TEXT, (), "texts to continue; - alone: what stands in standard input; none: "
+        "tiny/prompt.txt", nargs="+")
     prompts: str | None = option(
         TEXT, None, "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option(TEXT, 128, "tokens to generate for each prompt, at most", min=1)
@@ -359,7 +360,7 @@ def read_json_lines(path: str) -> list[str]:
             row = json.loads(line)
             found = [row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str)]
             texts.append(found[0])
-        except (ValueError, AttributeError, IndexError):
+        except (ValueError, AttributeError, IndexError, RecursionError):
             raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in a "
                             "field prompt, question or text") from None
     return texts

@@ -155,6 +155,9 @@ WRONG = {  # a command, and what is said about it
     "--prompts nowhere.jsonl": ": No such file", "--prompts EMPTY": "holds no prompt",
     "--prompts /dev/null": "not a file that every rank can read",
     "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
+    "--prompts NESTED": "line 1: not a JSON obj",
+    "--target ADDED --mode ar --apply-chat-template": "template fails (no user here)",
+    "--target HEADLESS --mode ar": "HEADLESS: neither a folder with a model and its tokenizer",
     "--prompts HALF": "prompt 1 of 1 is no text", "--prompts LONG": "context is 512",
     "--json BART": "not a file in an existing folder",
     "--json nowhere/out.json": "not a file in an existing folder",
@@ -174,16 +177,20 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("wrong")
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
                        "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
+                       "NESTED": "[" * 100_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "HEADLESS"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
+    added.chat_template = "{{ raise_exception('no user here') }}"
     added.save_pretrained(folder / "ADDED")
     tokenizer = folder / "RENAMED" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text("utf-8").replace("endoftext", "unheard-of"), "utf-8")
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
+    headless = folder / "HEADLESS" / "config.json"
+    headless.write_text(json.dumps(read(headless) | {"num_attention_heads": 0}))
     deeper = AutoConfig.from_pretrained(folder / "DEEPER")
     deeper.num_hidden_layers += 1
     deeper.save_pretrained(folder / "DEEPER")
@@ -472,7 +479,9 @@ LAUNCHER = ["bash", "-c",
             'export WORLD_SIZE=2; for RANK in 0 1; do export RANK; "$0" "$@" & done; wait']
 FAULTS = {  # of two ranks that only start: what they do; a signal, and to whom; exit status
     "both end": ("rank or time.sleep(3); sys.exit()", None, 0),
-    "the draft reports an error": ("rank and sys.exit(2)", None, 2),
+    "the draft reports an error": (  # and then the target finds that it is gone
+        "rank and sys.exit(2); os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT); time.sleep(1); "
+        "sys.exit(1)", None, 2),
     "the draft is killed": ("", (signal.SIGKILL, 1), 1),
     "the target is killed": ("", (signal.SIGKILL, 0), -signal.SIGKILL),
     "the launcher is killed": ("", (signal.SIGKILL, 0), -signal.SIGKILL),
@@ -529,6 +538,21 @@ def test_no_rank_outlives_the_other_nor_its_launcher(torchrun):
     statuses = {name: process.wait(10) for name, process in processes.items()}
     assert statuses == {name: status for name, (*_, status) in FAULTS.items()}
     assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+def interrupt_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
+    if os.environ["RANK"] == "1":
+        saguaro.interrupted.set()
+    return obey_in_rank(commands)
+
+
+@slow
+def test_ranks_stop_after_the_same_batch(pair, tmp_path):
+    """Where Ctrl-C reaches the draft's rank in one batch, and rank 0 in the next."""
+    words = ["saguaro.py", *pair, "--json", tmp_path / "out"]
+    ranks = obey_in_ranks(2, [(0, words)], interrupt_the_draft)
+    assert [status for ((status, _),) in ranks] == [0, 130], ranks
+    assert {text["finish_reason"] for text in read(tmp_path / "out")["outputs"]} == {"length"}
 
 
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
@@ -759,6 +783,13 @@ def test_a_target_that_ranks_cannot_share_is_refused(
     assert sentence in the_error(obey("saguaro.py", "--target", tmp_path, "--mode", mode))
 
 
+def test_a_batch_has_no_more_rows_than_prompts(pair, tmp_path):
+    """Theorems 7 and 17 are told the rows that are decoded."""
+    words = ["saguaro.py", *pair, "--mode", "ar", "--batch-size", 64, "--json", tmp_path / "out"]
+    assert obey(*words)[0] == 0
+    assert read(tmp_path / "out")["config"]["batch_size"] == 3
+
+
 # ---- the benchmark ----
 
 @slow
@@ -816,15 +847,16 @@ def test_the_benchmark_chooses_K_by_what_is_counted_and_the_pace_as_given(draft_
 
 
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_ranks_of_the_largest():
-    """Ranks 0, 1 and none after 0 accepted, 0 and 2 after 1 (K = 1)."""
+    """Round 0; then ranks 0, 1 and none after 0 accepted, 0 and 2 after 1 (K = 1)."""
     bench = importlib.import_module("bench")
-    counted = {"tokens_per_round": 1.5, "hit_rate": 1.0,
+    counted = {"rounds": 6, "tokens_per_round": 1.5, "hit_rate": 1.0,
                "bonus_ranks": [[1, 1, 0, 0], [1, 0, 0, 0]],
                "bonus_ranks_after_backup": [[0, 0, 0, 1], [0, 0, 1, 0]]}
-    for fan_out, hit_rate in (("1,1", 0.4), ("2,1", 0.6), ("2,3", 0.8), ("0,2", 0.2)):
+    shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1 + 1, "0,0": 0}
+    for fan_out, hits in shapes.items():
         settings = Settings(lookahead=1, fan_out=fan_out, pace=(100, 10))
         assert bench.to_count(settings).budget == 64
-        assert bench.predicted(settings, counted)["hit_rate"] == pytest.approx(hit_rate)
+        assert bench.predicted(settings, counted)["hit_rate"] == pytest.approx(hits / 6)
     for change in ({"backup": "lookup"}, {"downweight": 0.5}, {"mode": "sd"}):
         settings = Settings(pace=(100, 10), **change)
         assert bench.predicted(settings, counted)["hit_rate"] == 1.0
