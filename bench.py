@@ -59,6 +59,7 @@ class Point(NamedTuple):
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
+    seeds: int = 8           # if sampled
     counted: bool = False    # not measured: Theorem 7 on what is counted without a pace
 
 
@@ -98,10 +99,10 @@ class Bench:
             settings = self.settings_of(point)
             if point.counted:
                 settings = to_count(settings)
-            key = f"{settings} {len(self.prompts)}"
+            key = f"{settings} {point.seeds} {len(self.prompts)}"
             keys.append(key)
             if key not in self.decoded and key not in new:
-                new[key] = self.decoders(settings)
+                new[key] = self.decoders(settings, point.seeds)
         turns = [(start, decoder) for start in range(len(self.prompts))
                  for decoder in chain(*new.values()) if start % decoder.settings.batch_size == 0]
         silent = None if self.leads else True
@@ -114,9 +115,8 @@ class Bench:
         return [predicted(self.settings_of(point), self.decoded[key]) if point.counted
                 else self.decoded[key] for point, key in zip(points, keys)]
 
-    def decoders(self, settings: Settings) -> list[Decoder]:
+    def decoders(self, settings: Settings, num_seeds: int) -> list[Decoder]:
         """One for each seed, where texts or hits depend on it; their statistics are one."""
-        num_seeds = 3 if any(settings.pace) else 8
         if settings.temperature == 0 or settings.mode == "ar" or self.settings.quick:
             num_seeds = 1
         models = (self.sd_models, None)
@@ -145,7 +145,7 @@ class Bench:
         """The first prompt: spans of work on both ranks, (work, start, end) in seconds, and of each
         round (its end, number of new tokens, was its outcome a hit?)."""
         rounds = []
-        decoder = self.decoders(self.settings_of(point))[0]
+        decoder = self.decoders(self.settings_of(point), 1)[0]
         self.decode(decoder, self.prompts[:1], lambda row, tokens, source: rounds.append(
             (time.perf_counter(), len(tokens), source == PRIMARY)))
         outcomes = [(end, count, hit) for (end, count, _), (*_, hit) in zip(rounds, rounds[1:])]
@@ -239,7 +239,7 @@ def lines_to_compare(paced: bool, temperature: float) -> dict[str, dict[str, Any
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
     """The K with which these settings are fastest by what is counted, so that the choice is the
     same in every launch."""
-    points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
+    points = [Point("", K, changes | {"lookahead": K}, 3, counted=True) for K in LOOKAHEADS]
     speeds = [theorem_7(f | {"T_p": SLACK * (f["T_p"] or 0.0)}) for f in bench.figures(points)]
     return LOOKAHEADS[speeds.index(max(speeds))]
 
@@ -319,7 +319,7 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
              **more) -> list[Point]:
         changes = changes | more
         return ([Point(name, value, changes | {axis: value}, counted=True) for value in counted]
-                + [Point(name, value, changes | {axis: value}) for value in measured])
+                + [Point(name, value, changes | {axis: value}, 3) for value in measured])
 
     return {
         "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],

@@ -143,11 +143,11 @@ def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
 
 
 class SpeculationCache(NamedTuple):
-    """S^T (Def. 4): for every row n guessed outcomes, and the speculation prepared for each."""
-    guesses: Outcome      # num_accepted, bonus: [B, n], in host memory
-    tokens: torch.Tensor  # [B, n, K]
-    q: torch.Tensor       # [B, n, K, V]; V = 0 when greedy
-    ranked: torch.Tensor  # [B, K+1, n] all guesses by k, the likeliest first, in host memory
+    """S^T (Def. 4): for every row the guessed outcomes, and the speculation prepared for each."""
+    guesses: Outcome      # num_accepted, bonus: [B, budget], in host memory
+    tokens: torch.Tensor  # [B, budget, K]
+    q: torch.Tensor       # [B, budget, K, V]; V = 0 when greedy
+    ranked: torch.Tensor  # [B, K+1, n] n guesses for each k, the likeliest first, in host memory
 
     @classmethod
     def empty(cls, rows: int, lookahead: int, q_like: torch.Tensor) -> "SpeculationCache":

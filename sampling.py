@@ -59,8 +59,8 @@ class Sampler:
         `[...]`, and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens, and a q
         of width 0, which stands for point masses.
 
-        `fan_out` is Definition 14's F. For token s_i it is F_{i-1}: the bonus tokens that the next
-        cache guesses where s_i is verified."""
+        `fan_out` is Definition 14's F. For token s_i it is F_{i-1}, the number of bonus tokens that
+        the next cache guesses where s_i is verified."""
         if self.greedy:
             return logits.argmax(-1), logits[..., :0]
         q = saguaro_distribution(self.probabilities(logits), fan_out, self.downweight)

@@ -7,6 +7,7 @@ What two ranks do at the same time (Algorithm 1) happens here one after the othe
 Fig. 2 with real tokens. Shown are the speculation under verification, every guessed outcome
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
+import re
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -158,8 +159,9 @@ class Narrator:
         return self.sampler.probabilities(model.causal(tokens, self.target.length - 1)).cpu()
 
     def words(self, tokens: list[int]) -> str:
-        """Tokens as they are spelt, blanks as dots."""
+        """Tokens as they are spelt, blanks as dots; eight blanks are a dot and x8."""
         spelt = [repr(self.job.tokenizer.decode([token]))[1:-1] for token in tokens]
+        spelt = [re.sub(" {3,}", lambda run: f" x{len(run[0])}", word) for word in spelt]
         short = [word if len(word) <= WORD else word[:WORD - 2] + ".." for word in spelt]
         return " ".join(word.replace(" ", "\u00b7") for word in short)
 

@@ -116,7 +116,7 @@ def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
 # ---- the screen ----
 
 REPORT = (
-    ("tokens_per_second", "tokens per second", ".1f", "decoding only, prefill apart"),
+    ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),
     ("tokens_per_round", "tokens per round", ".2f", "accepted drafts and the bonus token"),
     ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, up to the first rejection"),
     ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
@@ -258,7 +258,7 @@ class Display:
         if T_b is not None and summary["backup"] == "neural":
             sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
             over_ar = theorem_7(summary, settings.batch_size)
-            self.line("Theorem 7", f"{over_ar:.2f}", "x autoregressive with these parts, "
+            self.line("Theorem 7", f"{over_ar:.2f}", "x autoregressive with these values, "
                       f"{over_ar / sd:.2f} x SD")
         self.line("fan-out", "", f"{summary['fan_out']} after a hit, "
                   f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
