@@ -239,7 +239,8 @@ def lines_to_compare(paced: bool, temperature: float) -> dict[str, dict[str, Any
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
     """The K with which these settings are fastest by what is counted, so that the choice is the
     same in every launch."""
-    points = [Point("", K, changes | {"lookahead": K}, 3, counted=True) for K in LOOKAHEADS]
+    points = [Point("", K, changes | {"lookahead": K}, seeds=3, counted=True)
+              for K in LOOKAHEADS]
     speeds = [theorem_7(f | {"T_p": SLACK * (f["T_p"] or 0.0)}) for f in bench.figures(points)]
     return LOOKAHEADS[speeds.index(max(speeds))]
 
@@ -319,7 +320,7 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
              **more) -> list[Point]:
         changes = changes | more
         return ([Point(name, value, changes | {axis: value}, counted=True) for value in counted]
-                + [Point(name, value, changes | {axis: value}, 3) for value in measured])
+                + [Point(name, value, changes | {axis: value}, seeds=3) for value in measured])
 
     return {
         "timeline": [Point("SD", 0, sd), Point("SSD", 0, ssd)],
