@@ -6,7 +6,7 @@
 In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers; any between
 hold the target together with rank 0 (tensor parallelism) and follow it. All parse the same command
 line and read the same prompts, so only data travels, in a fixed order, in messages of known size
-and, after each batch, the draft's report; each is broadcast to all:
+and, after each batch, the draft's report and whether rank 0 got Ctrl-C; each is broadcast to all:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
