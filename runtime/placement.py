@@ -50,7 +50,7 @@ class Placement:
 
     def num_threads(self, num_gpus: int, draft_is_here: bool, paced: bool) -> int:
         """One for a rank on a GPU, and for a draft whose machine computes the target's passes, too;
-        the other ranks of a machine share its remaining cores (hyperthreads would gain nothing).
+        the other ranks of a machine share its remaining cores, not their hyperthreads.
         One when paced: several are late as soon as another program wants a core."""
         if self.device.type == "cuda" or paced:
             return 1

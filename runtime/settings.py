@@ -257,6 +257,8 @@ examples:
 
     def __post_init__(self):
         super().__post_init__()
+        if any(self.pace) and not all(self.pace):
+            raise UserError("--pace: Theorem 7 needs the times of both models; give both, or 0 0")
         if self.quick:
             self.max_new_tokens = 24
         if self.predict:

@@ -808,6 +808,12 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     assert {file.stem for file in tmp_path.glob("*.svg")} == set(names)
 
 
+@pytest.mark.parametrize("pace", ((0, 10), (70, 0)))
+def test_the_benchmark_refuses_half_a_pace(pace):
+    with pytest.raises(UserError, match="give both, or 0 0"):
+        BenchSettings(pace=pace)
+
+
 def test_every_sweep_tries_what_makes_sense():
     points = importlib.import_module("bench").sweep_points(1.0)
     assert points.keys() == set(settings.SWEEPS)
