@@ -15,7 +15,6 @@ A round of the draft, with K = lookahead:
 Without `pre_speculate` the same worker is the draft of plain speculative decoding: every round
 misses.
 """
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -56,22 +55,15 @@ class DraftWorker:
         self.model = model
         self.sampler = sampler
         self.plan = plan
+        self.lookahead = plan.lookahead
         self.uniforms = [UniformStream(seed, sampling.BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, sampling.BACKUP_STREAM)]  # BACKUP's
         self.noise = noise
         self.watch = Stopwatch(model.device)
         self.ranks = RankCounts(plan.lookahead, min(plan.budget, model.vocab_size))
-
-    @property
-    def lookahead(self) -> int:
-        return self.plan.lookahead
-
-    @property
-    def q_like(self) -> torch.Tensor:
-        """Width (V, or 0 when greedy), type and device of q."""
-        width = 0 if self.sampler.greedy else self.model.vocab_size
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return torch.zeros(width, dtype=dtype, device=self.model.device)
+        width = 0 if sampler.greedy else model.vocab_size
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        self.q_like = torch.zeros(width, dtype=dtype, device=model.device)  # as every q is
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
@@ -124,16 +116,14 @@ class DraftWorker:
         guesses after k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host memory.
         The drafted token s_{k+1} cannot be the bonus token after a rejection (p < q there)."""
         device = self.model.device
-        lookahead = speculation.tokens.shape[1]
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
-        logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
-        scores = logits.clone()  # those of inference mode may not be written to
+        scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
         if self.noise:  # then guess what the target will draw with it
-            keys = to_device(self.noise.keys(self.length, lookahead), device)
+            keys = to_device(self.noise.keys(self.length, drafted.shape[1]), device)
             noise = sampling.exponential_noise(keys, self.model.vocab_size)
-            scores = self.sampler.probabilities(logits) / noise
-        scores[:, :lookahead].scatter_(-1, drafted[..., None], -torch.inf)
+            scores = self.sampler.probabilities(scores) / noise
+        scores = scores.scatter(-1, drafted[..., None], -torch.inf)
         return scores.topk(self.ranks.num_guesses).indices.cpu()
 
     # ---- the answer ----
@@ -168,14 +158,17 @@ class DraftWorker:
 
     def report(self) -> dict[str, Any]:
         """Since the last call: "spans" of trunk passes, tree steps and backups, see `Stopwatch`;
-        "pace", (kept, passes); "bonus_ranks". And the "choices" made."""
+        "pace", (kept, passes). For the summary: the choices made, and all ranks so far."""
         b = self.plan.critical_batch_size
-        return {"spans": self.watch.read(), "pace": self.model.pace.read(),
-                "bonus_ranks": self.ranks.read(), "choices": {
-                    "fan_out": self.plan.fan_out[PRIMARY],
-                    "fan_out_after_backup": self.plan.fan_out[BACKUP],
-                    "downweight": self.sampler.downweight, "backup": self.plan.backup,
-                    "critical_batch_size": None if b == math.inf else b}}
+        ranks, ranks_after_backup = self.ranks.table.tolist()
+        return {"spans": self.watch.read(), "pace": self.model.pace.read(), "draft": {
+            "fan_out": self.plan.fan_out[PRIMARY],
+            "fan_out_after_backup": self.plan.fan_out[BACKUP],
+            "downweight": self.sampler.downweight,
+            "backup": self.plan.backup,
+            "critical_batch_size": None if b == torch.inf else b,
+            "bonus_ranks": ranks,
+            "bonus_ranks_after_backup": ranks_after_backup}}
 
 
 # ---- tree attention: the draft's passes over all branches ----
@@ -247,7 +240,7 @@ def lookup_backup(draft: DraftWorker) -> Drafted:
     """Prompt look-up in each row's own text: point-mass proposals, and no model."""
     vocab_size = draft.model.vocab_size
     q_like = draft.q_like
-    tokens = prompt_lookup(draft.text, draft.length, draft.lookahead, vocab_size)
+    tokens = prompt_lookup(draft.text, draft.length, draft.lookahead)
     q = torch.nn.functional.one_hot(tokens, vocab_size)[..., :len(q_like)]
     return tokens.to(q_like.device), q.to(q_like)
 
@@ -265,17 +258,16 @@ def random_backup(draft: DraftWorker) -> Drafted:
 BACKUPS = {"neural": neural_backup, "lookup": lookup_backup, "random": random_backup}  # --backup
 
 
-def prompt_lookup(text: torch.Tensor, length: torch.Tensor, count: int,
-                  vocab_size: int) -> torch.Tensor:
+def prompt_lookup(text: torch.Tensor, length: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` tokens `[B, count]` that followed the longest earlier match of the end of every
     row's text (`length` `[B]` tokens of `text` `[B, W]`), of equally long ones the most recent;
     `MAX_MATCH` tokens are as good as more.
 
     A match near the end is continued into its own continuation, so a repetition goes on repeating.
-    Without any match the proposals are consecutive ids: nothing is lost but the round.
+    Without any match the text's beginning is proposed: nothing is lost but the round.
 
     >>> text = torch.tensor([[1, 2, 3, 4, 1, 2, 0]])
-    >>> prompt_lookup(text, torch.tensor([6]), 5, vocab_size=10).tolist()
+    >>> prompt_lookup(text, torch.tensor([6]), 5).tolist()
     [[3, 4, 1, 2, 3]]
     """
     row = torch.arange(len(text))
@@ -286,9 +278,6 @@ def prompt_lookup(text: torch.Tensor, length: torch.Tensor, count: int,
     matched = agree.flip(-1).cumprod(-1, dtype=torch.int8).sum(-1)  # [B, W] how many, backwards
     matched = matched.where(place < length[:, None] - 1, 0)
     best = (matched * len(place) + place).argmax(1)
-    found = matched[row, best] > 0
-    start = (best + 1).where(found, 0)
-    ahead = torch.arange(count)
-    continued = text.gather(1, start[:, None] + ahead % (length - start)[:, None])
-    new_ids = (text[row, length - 1][:, None] + 1 + ahead) % vocab_size
-    return continued.where(found[:, None], new_ids)
+    start = (best + 1).where(matched[row, best] > 0, 0)
+    ahead = torch.arange(count) % (length - start)[:, None]
+    return text.gather(1, start[:, None] + ahead)

@@ -101,8 +101,7 @@ class Sequences:
         self.stats = stats
         self.on_tokens = on_tokens
         self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-        self.max_length = max(len(prompt) + max_new
-                              for prompt, max_new in zip(prompts, self.max_new))
+        self.max_length = min(max(map(len, prompts)) + max_new_tokens, context)
         self.new_tokens = [[] for _ in prompts]
         self.active = [True for _ in prompts]
         self.last_round = time.perf_counter()

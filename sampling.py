@@ -127,8 +127,7 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def point_mass(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The distribution `[..., V]` of proposals `[...]` that were not drawn at random; V, type and
     device are those of `like` `[..., V]`."""
-    mass = torch.zeros(*tokens.shape, like.shape[-1], dtype=like.dtype, device=like.device)
-    return mass.scatter_(-1, tokens[..., None], 1.0)
+    return torch.nn.functional.one_hot(tokens, like.shape[-1]).to(like)
 
 
 def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, uniforms: torch.Tensor,

@@ -564,7 +564,7 @@ def test_the_draft_counts_the_rank_of_every_bonus_token():
     made = decoder(net, imitation(net, 0.2), temperature=0.8, fan_out="3,2,1,2", backup="random",
                    backup_acceptance_rate=0.5)
     record = run_rounds(made, RAGGED, 15)
-    tables = made.speculator.report()["bonus_ranks"]
+    tables = made.speculator.draft.ranks.table
     for source, table in zip((PRIMARY, BACKUP), tables):
         k = torch.cat([outcome.num_accepted[speculation.source == source]
                        for speculation, outcome in record[1:-1]])
@@ -602,7 +602,7 @@ def test_prompt_lookup_continues_the_longest_and_then_most_recent_match():
     width = int(length.max()) + 5
     padded = torch.tensor([(text + text[-1:] * width)[:width] for text in texts])
     without_match = 0
-    for text, proposed in zip(texts, prompt_lookup(padded, length, 6, 50).tolist()):
+    for text, proposed in zip(texts, prompt_lookup(padded, length, 6).tolist()):
         expected = prompt_lookup_plainly(text, 6)
         without_match += expected is None
         assert expected in (proposed, None), text

@@ -5,7 +5,6 @@ What is needed is a causal model whose attention covers its whole context, and t
 same through KV slots: a pass over stale slots, and a branch in scratch slots, must give the logits
 of an ordinary forward.
 """
-import math
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -40,7 +39,7 @@ def text_limit(config: PretrainedConfig) -> float:
     for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
-    return min(filter(None, limits), default=math.inf)
+    return min(filter(None, limits), default=torch.inf)
 
 
 def check_model(model: "runtime.model.CausalLM") -> None:

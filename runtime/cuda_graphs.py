@@ -10,7 +10,6 @@ need as the text grows.
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
 eagerly all together, for a rank that did otherwise would leave the others waiting.
 """
-import math
 import sys
 from typing import Callable
 
@@ -51,7 +50,7 @@ class CapturedGraph:
 
     def try_out(self) -> None:
         """Raises RuntimeError where a replay gives other logits."""
-        self.output.fill_(math.nan)  # all that a replay gives is its own
+        self.output.fill_(torch.nan)  # all that a replay gives is its own
         if differ(self.replay(self.inputs), self.expected):
             raise RuntimeError("the captured pass gives other logits")
         del self.expected

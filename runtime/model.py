@@ -1,6 +1,6 @@
 """One Hugging Face causal language model behind one forward pass with KV slots and tree attention.
 
-Batched speculation is awkward for one reason: rows accept different numbers of tokens, and a
+Batched speculation is awkward for two reasons: rows accept different numbers of tokens, and a
 branch of a speculation tree must see its own ancestors only. Both vanish if keys and values live
 in numbered *slots* and the caller says, token by token,
 
@@ -76,9 +76,7 @@ class Stopwatch:
 class Pace:
     """Makes every decoding pass take at least `seconds`, as on the hardware whose latency that is:
     a pass that was computed faster sleeps for the rest, and a sleeping rank uses no core. 0: off.
-
-    This assumes that a pass takes as long for one token as for hundreds, which holds on a GPU while
-    weights, not arithmetic, bound a pass."""
+    """
 
     def __init__(self, seconds: float = 0.0):
         self.seconds = seconds
@@ -177,27 +175,23 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                visible: torch.Tensor, logits: bool = True) -> torch.Tensor | None:
+                visible: torch.Tensor, logits: bool = True) -> torch.Tensor:
         """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
-        where `visible` `[B, n, slots in use]` is True. `logits=False` only fills the KV. Positions
-        beyond the longest text are clamped to its end: such tokens only keep shapes static."""
-        if not logits:
-            return self.forward_eager(*self.inputs(tokens, positions, slots, visible), keep=1)
-        with self.pace():
-            computed = self.forward_fn(*self.inputs(tokens, positions, slots, visible))
-            if self.pace.seconds and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        return fit_vocabulary(computed, self.vocab_size)
-
-    def inputs(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-               visible: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the model is called with: tokens, positions, slots and mask."""
+        where `visible` `[B, n, slots in use]` is True. Positions beyond the longest text are
+        clamped to its end: such tokens only keep shapes static. `logits=False`, which only fills
+        the KV, gives those of the last token, and has no pace."""
         if self.last_token < self.vocab_size - 1:  # only of a draft
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(~visible, -torch.inf)
-        return tokens, positions, slots, mask
+        if not logits:
+            return self.forward_eager(tokens, positions, slots, mask, keep=1)
+        with self.pace():
+            computed = self.forward_fn(tokens, positions, slots, mask)
+            if self.pace.seconds and self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        return fit_vocabulary(computed, self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
@@ -207,7 +201,7 @@ class CausalLM:
                           past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
-               logits: bool = True) -> torch.Tensor | None:
+               logits: bool = True) -> torch.Tensor:
         """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host
         memory)."""
         count = tokens.shape[1]

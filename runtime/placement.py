@@ -77,16 +77,17 @@ class Placement:
         self.devices = [""] * self.world_size
         dist.all_gather_object(self.devices, str(self.device))
 
-        def new_group(ranks: list[int]) -> dist.ProcessGroup:
-            backend = "gloo" if "cpu" in [self.devices[rank] for rank in ranks] else "nccl"
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if backend == "nccl" and self.rank in ranks:  # connects at the first message: now
+        def new_group(size: int) -> dist.ProcessGroup:
+            """Of the first ranks."""
+            backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
+            group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
+            if backend == "nccl" and self.rank < size:  # connects at the first message: now
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             return group
 
-        self.world_group = new_group(list(range(self.world_size)))
+        self.world_group = new_group(self.world_size)
         if self.tp_size > 1:
-            self.tp_group = new_group(list(range(self.tp_size)))
+            self.tp_group = new_group(self.tp_size)
         self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
 
     @property
@@ -132,7 +133,7 @@ class Job:
         if settings.lookahead >= self.context:
             raise UserError(f"--lookahead {settings.lookahead}: the target's context is "
                             f"{self.context}")
-        num_outcomes = (settings.lookahead + 1) * (self.vocab_size - 1)
+        num_outcomes = settings.lookahead * (self.vocab_size - 1) + self.vocab_size
         if settings.budget > num_outcomes:
             raise UserError(f"--budget {settings.budget}: {num_outcomes} outcomes are all there "
                             f"are with K = {settings.lookahead} and a vocabulary of "

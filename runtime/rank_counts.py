@@ -24,24 +24,12 @@ class RankCounts:
         (K = 0) and rounds without guesses are not counted."""
         if ranked.shape[1] == 1:
             return
+        guesses = ranked[torch.arange(len(ranked)), outcome.num_accepted]
+        found = guesses == outcome.bonus[:, None]
+        rank = found.long().argmax(1).where(found.any(1), ranked.shape[-1])
         active = ~outcome.finished
-        rank = bonus_rank(ranked, outcome)[active]
-        index = (speculation.source[active], outcome.num_accepted[active], rank)
-        self.table.index_put_(index, torch.ones_like(rank), accumulate=True)
-
-    def read(self) -> torch.Tensor:
-        """The table since the last reading."""
-        table = self.table
-        self.table = torch.zeros_like(table)
-        return table
-
-
-def bonus_rank(ranked: torch.Tensor, outcome: Outcome) -> torch.Tensor:
-    """The place `[B]` of each row's bonus token among its guesses `ranked` `[B, K+1, n]`, counted
-    from 0; n if it is none of them. Its outcome is a hit where this is below F_k."""
-    guesses = ranked[torch.arange(len(ranked)), outcome.num_accepted]
-    found = guesses == outcome.bonus[:, None]
-    return found.long().argmax(1).where(found.any(1), ranked.shape[-1])
+        index = (speculation.source[active], outcome.num_accepted[active], rank[active])
+        self.table.index_put_(index, torch.tensor(1), accumulate=True)
 
 
 # ---- of a table `[K+1, n+1]` ----

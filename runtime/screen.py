@@ -5,7 +5,6 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from cache import PRIMARY, throughput
@@ -33,8 +32,7 @@ class Stats:
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes of both models that were as fast as --pace
     passes: int = 0             # with a pace
-    bonus_ranks: torch.Tensor | int = 0  # the draft's, [2, K+1, n+1], see `RankCounts`
-    choices: dict[str, Any] = field(default_factory=dict)  # the draft's
+    draft: dict[str, Any] = field(default_factory=dict)  # see `DraftWorker.report`
 
     def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
                     rows: list[tuple[int, int, bool]]) -> None:
@@ -56,13 +54,12 @@ class Stats:
             self.hit_tokens += kept * hit
 
     def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
-            bonus_ranks: torch.Tensor | int = 0, choices: dict[str, Any] = {}) -> None:
-        """What a worker measured and counted in a batch. `pace`: (kept, passes)."""
+            draft: dict[str, Any] = {}) -> None:
+        """What a worker measured in a batch. `pace`: (kept, passes)."""
         self.spans += spans
         self.pace_kept += pace[0]
         self.passes += pace[1]
-        self.bonus_ranks = self.bonus_ranks + bonus_ranks
-        self.choices |= choices
+        self.draft |= draft
 
     def seconds_of(self, work: str) -> list[float]:
         """How long each piece of this work took."""
@@ -81,7 +78,7 @@ class Stats:
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         step = self.mean_seconds("step")
-        summary = {
+        return {
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": ratio(decoded, self.seconds),
@@ -95,11 +92,7 @@ class Stats:
             "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
-            "pace_kept": ratio(self.pace_kept, self.passes)}
-        if self.choices:  # there is a draft
-            summary |= self.choices
-            summary["bonus_ranks"], summary["bonus_ranks_after_backup"] = self.bonus_ranks.tolist()
-        return summary
+            "pace_kept": ratio(self.pace_kept, self.passes)} | self.draft
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -165,7 +158,7 @@ class Display:
         print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
-        """New tokens, just verified; the last is the bonus token."""
+        """New tokens, just verified. The last is the bonus token, unless the text ends before."""
         self.bar.update(len(new_tokens))
         if self.streams:
             colour = self.CACHE if source == PRIMARY else self.BACKUP
@@ -235,8 +228,13 @@ class Display:
             self.line("devices", "", ", ".join(placement.devices))
         if placement.tp_size > 1:
             print(f"  {placement.tp_size} ranks share the target")
-        if summary["pace_kept"] is not None:
-            self.summarise_pace(summary["pace_kept"])
+        kept = summary["pace_kept"]
+        if kept is not None:
+            target, draft = settings.pace
+            self.line("pace kept", f"{kept:.0%}",
+                      f"of passes: target {target:g} ms, draft {draft:g} ms")
+            if kept < 0.95:
+                print("  This machine was too slow for the pace: compare nothing with these times.")
         self.warn_of_flags_without_effect()
 
     def line(self, title: str, figure: str, meaning: str) -> None:
@@ -270,13 +268,6 @@ class Display:
                 self.line("critical batch size", f"{b:.1f}", "(Thm. 17)")
         if settings.public_noise and settings.temperature:
             self.line("public noise", "on", "not in the paper")
-
-    def summarise_pace(self, kept: float) -> None:
-        target, draft = self.job.settings.pace
-        self.line("pace kept", f"{kept:.0%}",
-                  f"of passes: target {target:g} ms, draft {draft:g} ms")
-        if kept < 0.95:
-            print("  This machine was too slow for the pace: compare nothing with these times.")
 
     def warn_of_flags_without_effect(self) -> None:
         settings = self.job.settings

@@ -22,7 +22,7 @@ SWEEPS = ("timeline", "fan-out", "shape", "downweight", "noise", "batch", "front
 
 
 class UserError(Exception):
-    """Something the user can mend; its text is one sentence that says how."""
+    """An error that the user can mend; one sentence says how."""
 
 
 def first_line(problem: Exception) -> str:
@@ -108,8 +108,8 @@ class DecodingSettings:
     miss_exponent: float = option(
         CACHE, 1.0, "r of the power law of misses (Def. 11), for the shape", min=1e-9, max=1e9)
     public_noise: bool = option(
-        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft knows, too, "
-        "and guesses with; the output is distributed as without")
+        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft can compute, "
+        "and so guess them; the output is distributed as without")
     downweight: float = option(
         SAGUARO_SAMPLING, 1.0, "C (Def. 14); 1 is ordinary sampling", min=0, max=1, metavar="C")
     backup: str = option(
@@ -234,7 +234,7 @@ examples:
 
 @dataclass
 class BenchSettings(DecodingSettings):
-    """What speculative speculative decoding buys, and why."""
+    """Measure AR, SD and SSD, and draw the figures."""
     EXAMPLES = """\
 examples:
   python bench.py                                         AR, SD and SSD, paced
@@ -249,9 +249,9 @@ examples:
     pace: tuple[float, float] = pace_option((73.2, 10.2))
     quick: bool = option(BENCH, False, "3 prompts, 24 tokens, one seed, no choice of K")
     sweep: tuple[str, ...] = option(
-        BENCH, (), f"draw figures: all (and compare), {', '.join(SWEEPS)}", nargs="+",
+        BENCH, (), f"draw figures: all (with the comparison), {', '.join(SWEEPS)}", nargs="+",
         choices=("all", *SWEEPS), metavar="NAME")
-    figures: str = option(BENCH, "figures", "folder for them")
+    figures: str = option(BENCH, "figures", "folder for the figures")
     out: str | None = option(BENCH, None, "write all results to this file (JSON)")
     predict: bool = option(BENCH, False, "no measurement: Theorem 7 at the paper's scale")
 

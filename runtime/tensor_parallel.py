@@ -6,8 +6,8 @@ unit:
     B f(A x) = sum over ranks r of  B_r f(A_r x)    A_r: some rows of A, B_r: as many columns of B
 
 so each process keeps its rows of every A ("colwise") and its columns of every B ("rowwise"), and
-one all-reduce after every B adds the parts up. Which layers these are says the plan that comes with
-the architecture, `config.base_model_tp_plan`. Layers of other known styles stay whole on every
+one all-reduce after every B adds the parts up. The architecture's `config.base_model_tp_plan` says
+which layers these are. Layers of other known styles stay whole on every
 rank, which is always right: in these styles a layer takes and gives whole activations.
 """
 import re
