@@ -143,9 +143,8 @@ def timeline(found: list[dict], axes) -> None:
              (0, ("backup",), "#f2c490", "////"))
     longest = 0.0
     for f, ax in zip(found, axes):
-        verified = [span for span in f["spans"] if span[0] == "verify"]
-        begin = verified[0][1]
-        end = verified[-1][2]
+        begin = min(start for work, start, _ in f["spans"] if work in ("verify", "backup"))
+        end = max(stop for work, _, stop in f["spans"] if work == "verify")
         longest = max(longest, end - begin)
         for lane, works, colour, hatch in looks:
             bars = [(start - begin, stop - start) for work, start, stop in f["spans"]
