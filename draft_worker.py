@@ -61,9 +61,9 @@ class DraftWorker:
         self.noise = noise
         self.watch = Stopwatch(model.device)
         self.ranks = RankCounts(plan.lookahead, min(plan.budget, model.vocab_size))
-        width = 0 if sampler.greedy else model.vocab_size
         dtype = torch.promote_types(model.dtype, torch.float32)
-        self.q_like = torch.zeros(width, dtype=dtype, device=model.device)  # as every q is
+        width = 0 if sampler.greedy else model.vocab_size
+        self.q_like = torch.zeros(width, dtype=dtype, device=model.device)  # V, type, device of q
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""

@@ -78,7 +78,7 @@ class Placement:
         dist.all_gather_object(self.devices, str(self.device))
 
         def new_group(size: int) -> dist.ProcessGroup:
-            """Of the first ranks."""
+            """Of the first `size` ranks."""
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
