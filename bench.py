@@ -11,12 +11,13 @@ predicted: hits and tokens are counted in runs without a pace, times are those o
 Theorem 7 (in a batch Corollary 16), `cache.throughput`, gives the speed.
 """
 from runtime.launch import launch
-from runtime.settings import SWEEPS, BenchSettings, Settings, UserError, write_json
+from runtime.settings import SWEEPS, BenchSettings, Settings, UserError, open_for_writing
 
 if __name__ == "__main__":
     launch(BenchSettings, "bench")  # parses first, then imports this module: torch takes seconds
 
 import bisect
+import json
 import platform
 import sys
 from dataclasses import replace
@@ -30,11 +31,10 @@ from tqdm import tqdm
 
 from cache import expected_tokens, fan_out_shape, speedup_over_sd_bounds, throughput
 from figures import draw
-from runtime.placement import Job
-from runtime.rank_counts import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
-                                 fit_power_law)
-from runtime.screen import Stats, theorem_7
-from saguaro import Decoder, warm_up
+from runtime.job import Job
+from runtime.stats import (Stats, counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
+                           fit_power_law, theorem_7)
+from saguaro import Decoder, warm_up, workers
 
 SAMPLES = 6  # of each prompt, at temperatures above 0
 SLOWER = {1: 1, 2: 2, 4: 3, 6: 5, 12: 9}  # the pace that two cores can keep, by batch size
@@ -84,10 +84,13 @@ class Bench:
         if self.leads:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
-        slots = self.job.max_length + 8 * (1 + LARGEST)  # 8: the largest K
-        for model in (self.models.target, self.models.draft, self.sd_models.draft):
-            if model:  # its buffers, with the graphs captured in them, serve all points
-                model.allocate(max(SLOWER), slots, self.job.max_length)
+        largest = settings.to_settings(lookahead=8, budget=LARGEST, fan_out="geometric")
+        for models in (self.models, self.sd_models):  # buffers, with graphs, that serve all points
+            target, draft = workers(largest, models)
+            if target:
+                target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
+            if draft:
+                draft.allocate(max(SLOWER), self.job.max_length)
         self.decoders = {}  # that are done, by settings and number of prompts
 
     def figures(self, points: list[Point], num_prompts: int | None = None) -> list[Figures]:
@@ -173,9 +176,9 @@ def figures_of(point: Point, settings: Settings, stats: Stats) -> Figures:
     rows = settings.batch_size
     slower = SLOWER[rows] if any(settings.pace) else 1
     f = stats.summary()
-    ranks = [f.get("bonus_ranks", 0), f.get("bonus_ranks_after_backup", 0)]  # AR has no draft
+    table = [f.get("guess_counts", 0), f.get("guess_counts_after_backup", 0)]  # AR has no draft
     f |= {"T_v in ms": 1000 * stats.mean_seconds("verify"), "spans": stats.spans,
-          "ranks": torch.tensor(ranks).sum(0)}
+          "ranks": torch.tensor(table).sum(0)}
     if point.counted:
         f = predicted(settings, f, stats.row_rounds)
     by_theorem_7 = 1000 * slower * rows * theorem_7(f, rows) / f["T_v in ms"]
@@ -365,9 +368,18 @@ def predict() -> None:
                 tuple(rows[0])[1:], rows)
 
 
+def check_files(settings: BenchSettings) -> None:
+    """Refuse at once what could not be written at the end."""
+    if settings.out is not None:
+        open_for_writing("--out", settings.out, "a").close()
+    if settings.sweep:
+        open_for_writing("--figures", f"{settings.figures}/{SWEEPS[0]}.svg", "a").close()
+
+
 def main(settings: BenchSettings) -> None:
     if settings.predict:
         return predict()
+    check_files(settings)
     bench = Bench(settings)
     results = []
     everything = "all" in settings.sweep
@@ -384,5 +396,6 @@ def main(settings: BenchSettings) -> None:
     if bench.leads and settings.out is not None:
         results = [{key: value for key, value in f.items()
                     if not isinstance(value, (list, torch.Tensor))} for f in results]
-        write_json("--out", settings.out,
-                   {"machine": machine, "arguments": sys.argv[1:], "results": results})
+        with open_for_writing("--out", settings.out) as file:
+            json.dump({"machine": machine, "arguments": sys.argv[1:], "results": results}, file,
+                      indent=1)

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.settings import UserError
-
 PRIMARY = 0      # who drafted a speculation: the primary, which fills the cache,
 BACKUP = 1       # or the backup, after a miss (section 4.3)
 FINISHED = -1    # as k: this row's text is complete
@@ -99,7 +97,7 @@ FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out} 
 
 def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,
                   miss_exponent: float) -> list[int]:
-    """F_0..F_K by the policy of that name, or given by hand as "4,3,2,1,2". Raises `UserError` if
+    """F_0..F_K by the policy of that name, or given by hand as "4,3,2,1,2". Raises ValueError if
     that is no shape of this budget.
 
     >>> fan_out_shape("4,3,2,1,2", 12, 4, 0.8, 1.0)
@@ -107,30 +105,31 @@ def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: flo
     """
     if policy in FAN_OUT_POLICIES:
         shape = FAN_OUT_POLICIES[policy](budget, lookahead, acceptance_rate, miss_exponent)
-    else:
+    elif policy.replace(",", "").isdecimal():
         shape = [int(F) for F in policy.split(",")]
+    else:
+        raise ValueError(f"neither {' nor '.join(FAN_OUT_POLICIES)} nor numbers, F_0,...,F_K")
     if len(shape) != lookahead + 1 or min(shape) < 0 or sum(shape) != budget:
-        raise UserError(f"--fan-out {policy} is {shape}; it must be {lookahead + 1} numbers, "
-                        f"F_0 to F_K, of sum {budget}, the budget")
+        raise ValueError(f"{shape} is not {lookahead + 1} numbers, F_0 to F_K, of sum {budget}")
     return shape
 
 
 # ---- the cache ----
 
-def likely_outcomes(ranked: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
+def likely_outcomes(candidates: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
     """The outcomes to prepare for: for each k the first F_k bonus tokens, `[B, budget]`.
 
-    ranked `[B, K+1, n]`: bonus tokens after k accepted ones, the likeliest first; fan_out
+    candidates `[B, K+1, n]`: bonus tokens after k accepted ones, the likeliest first; fan_out
     `[B, K+1]`, rows of equal sum. Where F_k exceeds n, the last guess is repeated.
 
-    >>> ranked = torch.tensor([[[5, 7, 6], [8, 9, 5]]])
-    >>> likely_outcomes(ranked, torch.tensor([[1, 2]]))
+    >>> candidates = torch.tensor([[[5, 7, 6], [8, 9, 5]]])
+    >>> likely_outcomes(candidates, torch.tensor([[1, 2]]))
     Outcome(num_accepted=tensor([[0, 1, 1]]), bonus=tensor([[5, 8, 9]]))
     """
-    rows = len(ranked)
-    rank = torch.arange(int(fan_out.max()))
-    guessed = rank < fan_out[..., None]
-    bonus = ranked[..., rank.clamp(max=ranked.shape[-1] - 1)]
+    rows, _, n = candidates.shape
+    place = torch.arange(int(fan_out.max()))
+    guessed = place < fan_out[..., None]
+    bonus = candidates[..., place.clamp(max=n - 1)]
     num_accepted = guessed.nonzero()[:, 1]
     return Outcome(num_accepted.view(rows, -1), bonus[guessed].view(rows, -1))
 
@@ -147,7 +146,6 @@ class SpeculationCache(NamedTuple):
     guesses: Outcome      # num_accepted, bonus: [B, budget], in host memory
     tokens: torch.Tensor  # [B, budget, K]
     q: torch.Tensor       # [B, budget, K, V]; V = 0 when greedy
-    ranked: torch.Tensor  # [B, K+1, n] n guesses for each k, the likeliest first, in host memory
 
     @classmethod
     def empty(cls, rows: int, lookahead: int, q_like: torch.Tensor) -> "SpeculationCache":
@@ -156,7 +154,7 @@ class SpeculationCache(NamedTuple):
         no_guess = torch.full((rows, 1), NO_OUTCOME)
         tokens = torch.zeros(rows, 1, lookahead, dtype=torch.long, device=q_like.device)
         q = q_like.new_zeros(rows, 1, lookahead, len(q_like))
-        return cls(Outcome(no_guess, no_guess), tokens, q, no_guess[..., None])
+        return cls(Outcome(no_guess, no_guess), tokens, q)
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(tokens [B, K], q [B, K, V], hit [B])`: what was prepared for the outcome; in rows
@@ -164,7 +162,7 @@ class SpeculationCache(NamedTuple):
 
         >>> guesses = Outcome(torch.tensor([[0, 0, 1]]), torch.tensor([[7, 8, 7]]))
         >>> prepared = torch.tensor([[[1, 2], [3, 4], [5, 6]]])
-        >>> cache = SpeculationCache(guesses, prepared, torch.zeros(1, 3, 2, 0), ranked=None)
+        >>> cache = SpeculationCache(guesses, prepared, torch.zeros(1, 3, 2, 0))
         >>> tokens, q, hit = cache.look_up(Outcome(torch.tensor([1]), torch.tensor([7])))
         >>> tokens, hit
         (tensor([[5, 6]]), tensor([True]))
@@ -245,8 +243,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K by Definition 11, which leaves a constant open; with ours,
-    as in `geometric_fan_out`: F guesses miss with probability F^-r / 2, none with 1.
+    """p_hit of a cache of shape F_0..F_K. F guesses miss with probability F^-r / 2, none with 1; by
+    Definition 11 it is F^-r, and one guess never hits: the half is ours.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5

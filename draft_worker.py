@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-import sampling
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
-from runtime.model import CausalLM, Stopwatch, to_device
-from runtime.rank_counts import RankCounts
-from sampling import PublicNoise, Sampler, UniformStream
+from runtime.model import CausalLM, to_device
+from runtime.noise import (BACKUP_STREAM, BRANCH_STREAM, PublicNoise, UniformStream,
+                           exponential_noise)
+from runtime.stats import GuessCounts
+from runtime.timing import Stopwatch
+from sampling import Sampler, point_mass
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
 Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens [..., K], drawn from q [..., K, V]
@@ -56,19 +58,18 @@ class DraftWorker:
         self.sampler = sampler
         self.plan = plan
         self.lookahead = plan.lookahead
-        self.uniforms = [UniformStream(seed, sampling.BRANCH_STREAM),  # PRIMARY's
-                         UniformStream(seed, sampling.BACKUP_STREAM)]  # BACKUP's
+        self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
+                         UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
         self.noise = noise
         self.watch = Stopwatch(model.device)
-        self.ranks = RankCounts(plan.lookahead, min(plan.budget, model.vocab_size))
+        self.guess_counts = GuessCounts(plan.lookahead, min(plan.budget, model.vocab_size))
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
         self.q_like = torch.zeros(width, dtype=dtype, device=model.device)  # V, type, device of q
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
-        tree_slots = self.lookahead * (1 + self.plan.budget)
-        self.model.allocate(len(prompts), max_length + tree_slots, max_length)
+        self.allocate(len(prompts), max_length)
         self.model.prefill(prompts)
         if self.noise:
             self.noise.start(len(prompts))
@@ -77,6 +78,10 @@ class DraftWorker:
         self.text = torch.tensor(padded)                                 # [B, width]
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
 
+    def allocate(self, rows: int, max_length: int) -> None:
+        """KV slots for the text, the K tokens that are verified, and K of every branch."""
+        self.model.allocate(rows, max_length, scratch=self.lookahead * (1 + self.plan.budget))
+
     # ---- while the target verifies ----
 
     def pre_speculate(self, speculation: Speculation) -> SpeculationCache:
@@ -84,16 +89,16 @@ class DraftWorker:
         guess: the speculation cache S^T."""
         plan = self.plan
         device = self.model.device
-        rows, in_flight = speculation.tokens.shape
+        rows, num_drafted = speculation.tokens.shape
         if plan.budget == 0:
             return self.empty_cache(rows)
         with self.watch("trunk"):
-            ranked = self.trunk_pass(speculation)
+            candidates = self.trunk_pass(speculation)
             fan_out = torch.tensor(plan.fan_out)[speculation.source]
-            if in_flight == 0:  # round 0: K = 0, so all guesses are for k = 0
+            if num_drafted == 0:  # round 0: K = 0, so all guesses are for k = 0
                 fan_out = torch.full((rows, 1), plan.budget)
-            guesses = likely_outcomes(ranked, fan_out)
-            trunk = int(self.length.max()) + in_flight
+            guesses = likely_outcomes(candidates, fan_out)
+            trunk = int(self.length.max()) + num_drafted
             tree = tree_layout(self.length, guesses.num_accepted, trunk, plan.lookahead)
             tree = Tree(*(to_device(part, device) for part in tree))
             uniforms = self.uniforms[PRIMARY].draw(plan.lookahead, *guesses.bonus.shape)
@@ -104,27 +109,31 @@ class DraftWorker:
         for step in range(plan.lookahead):
             with self.watch("step"):
                 logits = tree_pass(self.model, tree, tokens, step)
+                # Sent after a hit, this token is verified at k = step, with the cache after a hit.
                 F = plan.fan_out[PRIMARY][step]
                 tokens, q = self.sampler.sample(logits, uniforms[step], F)
                 branch_tokens.append(tokens)
                 branch_q.append(q)
-        return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2),
-                                ranked)
+        return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2))
 
     def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
-        """Put the speculation into the KV, and rank the bonus tokens that may follow: the draft's
-        guesses after k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host memory.
-        The drafted token s_{k+1} cannot be the bonus token after a rejection (p < q there)."""
+        """Put the speculation into the KV, and find the bonus tokens that may follow: the draft's
+        guesses after k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host
+        memory."""
         device = self.model.device
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
         scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
         if self.noise:  # then guess what the target will draw with it
             keys = to_device(self.noise.keys(self.length, drafted.shape[1]), device)
-            noise = sampling.exponential_noise(keys, self.model.vocab_size)
+            noise = exponential_noise(keys, self.model.vocab_size)
             scores = self.sampler.probabilities(scores) / noise
+        # After k < K accepted tokens s_{k+1} was rejected, so p < q there: it is not the bonus
+        # token. After K none was, and `drafted`, one shorter than the scores, leaves those alone.
         scores = scores.scatter(-1, drafted[..., None], -torch.inf)
-        return scores.topk(self.ranks.num_guesses).indices.cpu()
+        guesses = scores.topk(self.guess_counts.num_guesses).indices.cpu()
+        self.guess_counts.next_round(guesses, speculation.source, self.text, self.length)
+        return guesses
 
     # ---- the answer ----
 
@@ -142,7 +151,6 @@ class DraftWorker:
                 backup_tokens, backup_q = BACKUPS[self.plan.backup](self)
             tokens = tokens.where(keep, backup_tokens)
             q = q.where(keep[..., None], backup_q)
-        self.ranks.count(speculation, outcome, cache.ranked)
         return Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
@@ -158,17 +166,17 @@ class DraftWorker:
 
     def report(self) -> dict[str, Any]:
         """Since the last call: "spans" of trunk passes, tree steps and backups, see `Stopwatch`;
-        "pace", (kept, passes). For the summary: the choices made, and all ranks so far."""
+        "pace", (kept, passes). For the summary: the choices made, and all counts so far."""
         b = self.plan.critical_batch_size
-        ranks, ranks_after_backup = self.ranks.table.tolist()
+        after_primary, after_backup = self.guess_counts.table.tolist()
         return {"spans": self.watch.read(), "pace": self.model.pace.read(), "draft": {
             "fan_out": self.plan.fan_out[PRIMARY],
             "fan_out_after_backup": self.plan.fan_out[BACKUP],
             "downweight": self.sampler.downweight,
             "backup": self.plan.backup,
             "critical_batch_size": None if b == torch.inf else b,
-            "bonus_ranks": ranks,
-            "bonus_ranks_after_backup": ranks_after_backup}}
+            "guess_counts": after_primary,
+            "guess_counts_after_backup": after_backup}}
 
 
 # ---- tree attention: the draft's passes over all branches ----
@@ -228,7 +236,7 @@ def neural_backup(draft: DraftWorker) -> Drafted:
     for step in range(draft.lookahead):
         logits = draft.model.causal(tokens, start)[:, -1]
         start = start + tokens.shape[1]
-        F = draft.plan.fan_out[BACKUP][step]
+        F = draft.plan.fan_out[BACKUP][step]  # of the cache that follows a backup
         sampled, q = draft.sampler.sample(logits, uniforms[step], F)
         drafted.append(sampled)
         drafted_q.append(q)
@@ -238,46 +246,39 @@ def neural_backup(draft: DraftWorker) -> Drafted:
 
 def lookup_backup(draft: DraftWorker) -> Drafted:
     """Prompt look-up in each row's own text: point-mass proposals, and no model."""
-    vocab_size = draft.model.vocab_size
-    q_like = draft.q_like
-    tokens = prompt_lookup(draft.text, draft.length, draft.lookahead)
-    q = torch.nn.functional.one_hot(tokens, vocab_size)[..., :len(q_like)]
-    return tokens.to(q_like.device), q.to(q_like)
+    texts = [row[:length].tolist() for row, length in zip(draft.text, draft.length)]
+    tokens = torch.tensor([prompt_lookup(text, draft.lookahead) for text in texts])
+    tokens = to_device(tokens, draft.model.device)
+    return tokens, point_mass(tokens, like=draft.q_like)
 
 
 def random_backup(draft: DraftWorker) -> Drafted:
     """Tokens drawn from the uniform distribution."""
     vocab_size = draft.model.vocab_size
-    q_like = draft.q_like
-    shape = len(draft.text), draft.lookahead
-    tokens = (draft.uniforms[BACKUP].draw(*shape) * vocab_size).long()
-    q = q_like.new_full((*shape, len(q_like)), 1 / vocab_size)
-    return tokens.to(q_like.device), q
+    uniforms = draft.uniforms[BACKUP].draw(len(draft.text), draft.lookahead)
+    tokens = to_device((uniforms * vocab_size).long(), draft.model.device)
+    q = draft.q_like.new_full((*tokens.shape, len(draft.q_like)), 1 / vocab_size)
+    return tokens, q
 
 
 BACKUPS = {"neural": neural_backup, "lookup": lookup_backup, "random": random_backup}  # --backup
 
 
-def prompt_lookup(text: torch.Tensor, length: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` tokens `[B, count]` that followed the longest earlier match of the end of every
-    row's text (`length` `[B]` tokens of `text` `[B, W]`), of equally long ones the most recent;
-    `MAX_MATCH` tokens are as good as more.
+def prompt_lookup(text: list[int], count: int) -> list[int]:
+    """The `count` tokens that followed the longest earlier match of the end of the text, of equally
+    long ones the most recent; `MAX_MATCH` tokens are as good as more. A match near the end is
+    continued into its own continuation. Without any match the text's beginning is proposed.
 
-    A match near the end is continued into its own continuation, so a repetition goes on repeating.
-    Without any match the text's beginning is proposed: nothing is lost but the round.
-
-    >>> text = torch.tensor([[1, 2, 3, 4, 1, 2, 0]])
-    >>> prompt_lookup(text, torch.tensor([6]), 5).tolist()
-    [[3, 4, 1, 2, 3]]
+    >>> prompt_lookup([1, 2, 3, 4, 1, 2], 5)
+    [3, 4, 1, 2, 3]
     """
-    row = torch.arange(len(text))
-    place = torch.arange(text.shape[1])
-    padded = torch.nn.functional.pad(text, (MAX_MATCH - 1, 0), value=-1)
-    windows = padded.unfold(1, MAX_MATCH, 1)  # [B, W, MAX_MATCH] the tokens up to each place
-    agree = windows == windows[row, length - 1][:, None]
-    matched = agree.flip(-1).cumprod(-1, dtype=torch.int8).sum(-1)  # [B, W] how many, backwards
-    matched = matched.where(place < length[:, None] - 1, 0)
-    best = (matched * len(place) + place).argmax(1)
-    start = (best + 1).where(matched[row, best] > 0, 0)
-    ahead = torch.arange(count) % (length - start)[:, None]
-    return text.gather(1, start[:, None] + ahead)
+    longest = 0
+    start = 0  # of what followed the longest match
+    for end in range(len(text) - 1, 0, -1):
+        matched = 0
+        while matched < min(end, MAX_MATCH) and text[end - 1 - matched] == text[-1 - matched]:
+            matched += 1
+        if matched > longest:
+            longest = matched
+            start = end
+    return (text[start:] * count)[:count]

@@ -1,12 +1,9 @@
 """Speculative speculative decoding (SSD): Algorithm 1, its two columns, and the command.
 
-    python saguaro.py --help
-    torchrun --nproc-per-node 2 saguaro.py
-
 In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers; any between
 hold the target together with rank 0 (tensor parallelism) and follow it. All parse the same command
 line and read the same prompts, so only data travels, in a fixed order, in messages of known size
-and, after each batch, the draft's report and whether rank 0 got Ctrl-C; each is broadcast to all:
+and, after each batch, the draft's report; each is broadcast to all:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
@@ -21,7 +18,7 @@ speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
 """
-from runtime.launch import decoding, interrupted, launch
+from runtime.launch import launch
 from runtime.settings import Settings, UserError
 
 if __name__ == "__main__":
@@ -29,17 +26,20 @@ if __name__ == "__main__":
 
 import time
 from dataclasses import replace
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 import torch.distributed as dist
 
 from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_out_shape
-from draft_worker import DraftWorker, Plan
+from draft_worker import BACKUPS, DraftWorker, Plan
+from runtime.job import Job, Models, check_prompts
 from runtime.model import to_device
-from runtime.placement import Job, Models, Placement
-from runtime.screen import Display, Stats
-from sampling import PublicNoise, Sampler
+from runtime.noise import PublicNoise
+from runtime.placement import Placement
+from runtime.screen import Display
+from runtime.stats import Stats
+from sampling import Sampler
 from target_worker import TargetWorker
 
 
@@ -78,8 +78,8 @@ def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
 
 def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
            max_length: int) -> None:
-    """The other target ranks: their part of every pass. Rank 0 alone decides outcomes, so that
-    rounding cannot make ranks differ."""
+    """The other target ranks: their part of every pass. Rank 0 alone decides outcomes, or rounding
+    might make ranks differ."""
     target.prefill(prompts, max_length, channel.lookahead)
     while True:
         outcome = channel.receive_outcome(len(prompts))
@@ -89,21 +89,41 @@ def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
         target.verify(channel.receive_speculation(len(prompts)))
 
 
+class TakingTurns:
+    """SSD in one process: the same text and the same hits, but nothing overlaps."""
+
+    def __init__(self, draft: DraftWorker):
+        self.draft = draft
+        self.report = draft.report
+
+    def start(self, prompts: list[list[int]], max_length: int) -> None:
+        self.draft.start(prompts, max_length)
+        self.cache = self.draft.pre_speculate(Speculation.empty(len(prompts)))
+
+    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+        """As `DraftWorker.speculate`, with the cache."""
+        speculation = self.draft.speculate(speculation, outcome, self.cache)
+        self.cache = self.draft.pre_speculate(speculation)
+        return speculation
+
+
 class Sequences:
     """The new tokens of a batch, as they are verified."""
 
     def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
-                 stats: Stats, on_tokens: Callable[[int, list[int], int], None]):
-        """A text ends with an `eos` token, after `max_new_tokens`, or at the model's `context`.
-        `on_tokens(row, new_tokens, source)` is called by `show`; `stats` is added to."""
+                 stats: Stats, on_tokens: Callable[[int, list[int], int], None],
+                 max_length: int = 0):
+        """A text ends with an `eos` token, after `max_new_tokens`, or at the `context`. `show`
+        calls `on_tokens(row, new_tokens, source)`. `max_length`: of all batches, if known."""
         self.prompts = prompts
         self.eos = eos
         self.stats = stats
         self.on_tokens = on_tokens
         self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-        self.max_length = min(max(map(len, prompts)) + max_new_tokens, context)
+        longest = min(max(map(len, prompts)) + max_new_tokens, context)
+        self.max_length = max(longest, max_length)
         self.new_tokens = [[] for _ in prompts]
-        self.active = [True for _ in prompts]
+        self.active = [True] * len(prompts)
         self.last_round = time.perf_counter()
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
@@ -128,13 +148,11 @@ class Sequences:
         """Those of the tokens that are kept: up to the first `eos`, or to the length allowed."""
         text = self.new_tokens[row]
         for count, token in enumerate(new_tokens, start=1):
-            if token in self.eos or len(text) + count == self.max_new[row]:
+            if token in self.eos or len(text) + count >= self.max_new[row]:
                 new_tokens = new_tokens[:count]
                 self.active[row] = False
                 break
         text += new_tokens
-        if interrupted.is_set():
-            self.active[row] = False
         return new_tokens
 
     def show(self) -> None:
@@ -144,9 +162,9 @@ class Sequences:
 
 
 class Channel:
-    """The messages between ranks. Each is broadcast to all, so that any number of ranks may hold
-    the target. Outcomes decide what Python does next, so they travel between host memories;
-    speculations feed the models, so they travel from device to device."""
+    """The messages between ranks, all broadcast: any number of ranks may hold the target. Outcomes
+    decide what Python does next, so they travel between host memories; speculations feed the
+    models, so they travel from device to device."""
 
     def __init__(self, placement: Placement, lookahead: int, q_width: int, q_dtype: torch.dtype):
         """`q_width`: V, or 0 when greedy."""
@@ -183,22 +201,17 @@ class Channel:
         q = q.view(rows, self.lookahead, self.q_width)
         return Speculation(tokens.long(), q, source[:, 0].long())
 
-    def broadcast(self, value: Any, source: int) -> Any:
-        """Any Python object of rank `source`, on all ranks."""
-        message = [value]
-        dist.broadcast_object_list(message, source)
-        return message[0]
-
 
 class Decoder:
     """One way of decoding, with the models that this rank holds. All ranks make the same one, and
-    call it for the same batches."""
+    call it for the same batches. Decoders of the same models share their KV, so use one at a time;
+    for other settings make another."""
 
     def __init__(self, settings: Settings, models: Models, placement: Placement | None = None):
-        """`placement` None: this process is alone. Raises `UserError` for ssd in one process."""
+        """`placement` None: this process is alone."""
         self.settings = settings
         self.placement = placement
-        self.context = models.context
+        self.models = models
         self.stats = Stats()
         self.target, self.speculator = workers(settings, models)
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
@@ -211,16 +224,19 @@ class Decoder:
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
         elif settings.mode == "ssd":
-            raise UserError("--mode ssd needs two processes: start saguaro.py with python or "
-                            "torchrun")
+            self.speculator = TakingTurns(self.speculator)
+            self.stats.overlaps = False
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
                  ) -> list[list[int]]:
         """The new tokens of every prompt of a batch (token ids), on rank 0; for `on_tokens` see
-        `Sequences`."""
-        sequences = Sequences(prompts, self.settings.max_new_tokens, self.context, self.eos,
-                              self.stats, on_tokens)
+        `Sequences`. Raises `UserError` for prompts that cannot be continued."""
+        context = self.models.context
+        prompts = [[int(token) for token in prompt] for prompt in prompts]
+        check_prompts(prompts, context, self.models.vocab_size)
+        sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos, self.stats,
+                              on_tokens, self.models.max_length)
         if self.channel is None or self.placement.rank == 0:
             if self.speculator:
                 self.speculator.start(prompts, sequences.max_length)
@@ -229,25 +245,20 @@ class Decoder:
             serve(self.speculator, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        report = self.speculator.report() if self.speculator else {}
+        report = [self.speculator.report() if self.speculator else {}]
         if self.channel:
-            report = self.channel.broadcast(report, self.channel.draft_rank)
-        self.stats.add(**report)
+            dist.broadcast_object_list(report, self.channel.draft_rank)
+        self.stats.add(**report[0])
         if self.target:
             self.stats.add(self.target.watch.read(), self.target.model.pace.read())
         return sequences.new_tokens
 
-    def is_interrupted(self) -> bool:
-        """Did rank 0 get Ctrl-C? All ranks ask together, so that all stop after the same batch."""
-        is_set = interrupted.is_set()
-        return self.channel.broadcast(is_set, 0) if self.channel else is_set
-
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
         """What rank 0 verifies next: drafted by another rank (ssd), here (sd), or empty (ar)."""
-        if self.settings.mode == "ssd":
-            return self.channel.receive_speculation(len(outcome.bonus))
-        if self.settings.mode == "sd":
+        if self.speculator:
             speculation = self.speculator.speculate(speculation, outcome)
+        elif self.settings.mode == "ssd":
+            return self.channel.receive_speculation(len(outcome.bonus))
         else:
             speculation = Speculation.empty(len(outcome.bonus))
         if self.channel:  # other ranks hold the target, too
@@ -274,10 +285,13 @@ def workers(settings: Settings,
 
 
 def plan(settings: Settings) -> Plan:
-    """The choices of sections 4.1 and 4.3."""
+    """The choices of sections 4.1 and 4.3. Raises `UserError` for an unknown one."""
     def shape(acceptance_rate: float) -> list[int]:
-        return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                             acceptance_rate, settings.miss_exponent)
+        try:
+            return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
+                                 acceptance_rate, settings.miss_exponent)
+        except ValueError as problem:
+            raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
 
     fan_out = shape(settings.acceptance_rate)
     backup = settings.backup
@@ -285,42 +299,44 @@ def plan(settings: Settings) -> Plan:
     if backup == "auto":
         backup, b = choose_backup(settings.batch_size, fan_out, settings.acceptance_rate,
                                   settings.backup_acceptance("lookup"), settings.miss_exponent)
+    if backup not in BACKUPS:
+        raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
     after_backup = shape(settings.backup_acceptance(backup))
     return Plan([fan_out, after_backup], backup, b)
 
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds that are not counted, of the first batch and of the last, which may have
-    fewer rows: on GPUs libraries start, and passes are captured, at their first use. Without a
-    cache every outcome is a miss, and the backup drafts."""
+    """Decode a few rounds of the first batch and of the last, which may have fewer rows: on GPUs
+    libraries start, and passes are captured, at their first use. Without a cache the backup
+    drafts."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
     last = (len(prompts) - 1) // settings.batch_size * settings.batch_size
     for start in sorted({0, last}):
         batch = prompts[start:start + settings.batch_size]
-        for rounds in (short, replace(short, budget=0, fan_out="geometric")):
-            Decoder(rounds, models, placement)(batch)
+        for variant in (short, replace(short, budget=0, fan_out="geometric")):
+            Decoder(variant, models, placement)(batch)
 
 
 def main(settings: Settings) -> None:
     """All prompts, decoded and shown."""
+    plan(settings)  # refused, if it must be, before anything is loaded
     job = Job(settings)
     settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
     job.settings = settings
+    display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
     if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
-    display = Display(job) if job.placement.rank == 0 else None
-    decoding.set()
+    if display:
+        display.begin()
     for start in range(0, len(job.prompts), settings.batch_size):
         batch = job.prompts[start:start + settings.batch_size]
         if display:
             display.end_batch(decoder(batch, display.show), decoder.eos)
         else:
             decoder(batch)
-        if decoder.is_interrupted():
-            break
     if display:
         display.finish(decoder.stats.summary())

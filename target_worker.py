@@ -6,9 +6,11 @@ import torch
 
 import sampling
 from cache import Outcome, Speculation
-from runtime.model import CausalLM, Stopwatch, to_device
+from runtime.model import CausalLM, to_device
+from runtime.noise import VERIFIER_STREAM, PublicNoise, UniformStream
 from runtime.settings import UserError
-from sampling import PublicNoise, Sampler, UniformStream
+from runtime.timing import Stopwatch
+from sampling import Sampler
 
 
 class TargetWorker:
@@ -20,7 +22,7 @@ class TargetWorker:
         with public `noise` instead, if there is any."""
         self.model = model
         self.sampler = sampler
-        self.uniforms = UniformStream(seed, sampling.VERIFIER_STREAM)
+        self.uniforms = UniformStream(seed, VERIFIER_STREAM)
         self.noise = noise
         self.watch = Stopwatch(model.device)
 
@@ -28,7 +30,7 @@ class TargetWorker:
         """Round 0: read the prompts (token ids, none empty) of texts that will have at most
         `max_length` tokens, and verify an empty speculation. Later ones have at most `lookahead`
         tokens."""
-        self.model.allocate(len(prompts), max_length + lookahead, max_length)
+        self.model.allocate(len(prompts), max_length, scratch=lookahead)
         self.model.prefill(prompts)
         if self.noise:
             self.noise.start(len(prompts))
@@ -56,11 +58,13 @@ class TargetWorker:
             p = self.sampler.probabilities(logits)
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms, noise_keys)
             finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
-            verdict = torch.stack([num_accepted, bonus, finite.long()]).cpu()
-        if not verdict[2].all():
+            # The host waits for the pass once, not for each of the three.
+            verdict = torch.stack([num_accepted, bonus, finite.long()])
+            num_accepted, bonus, finite = verdict.cpu()
+        if not finite.all():
             raise UserError(f"logits are infinite or not numbers in {self.model.dtype}: "
                             "--dtype float32 or bfloat16 has room for larger ones")
-        return Outcome(verdict[0], verdict[1])
+        return Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:
         """The accepted tokens and the bonus token join the text. Rejection needs no work: the

@@ -30,8 +30,7 @@ found each time of a thousand (`test_the_statistic_accepts_the_truth_and_sees_tw
 
 Random models stand in for language models: small, in float64 (so that no tie is decided by
 rounding), with large weights (so that their distributions are far from uniform). A draft is its
-target plus noise. SSD runs in one process, where the draft pre-speculates before the target
-verifies (`Simulated`), unless a test says otherwise.
+target plus noise. SSD runs in one process (`saguaro.TakingTurns`), unless a test says otherwise.
 
     python -m pytest                     all of it
     python -m pytest -m "not slow"       an edit loop
@@ -44,7 +43,6 @@ import os
 import random
 import sys
 import textwrap
-from dataclasses import replace
 from functools import lru_cache
 from multiprocessing import forkserver
 
@@ -58,13 +56,16 @@ import cache
 import draft_worker
 import sampling
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
-from draft_worker import MAX_MATCH, DraftWorker, prompt_lookup
-from runtime import rank_counts
+from draft_worker import DraftWorker
+from runtime.job import Models
 from runtime.model import CausalLM
-from runtime.placement import Models, Placement
+from runtime.noise import PublicNoise, UniformStream, exponential_noise
+from runtime.placement import Placement
 from runtime.settings import Settings
-from saguaro import Decoder, plan, workers
-from sampling import PublicNoise, Sampler, UniformStream
+from runtime.stats import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
+                           fit_power_law)
+from saguaro import Decoder, plan
+from sampling import Sampler
 from target_worker import TargetWorker
 
 slow = pytest.mark.slow
@@ -100,24 +101,6 @@ def imitation(target, noise: float):
     return draft
 
 
-class Simulated:
-    """SSD in one process: the draft pre-speculates before the target verifies."""
-
-    def __init__(self, draft: DraftWorker):
-        self.draft = draft
-        self.lookahead = draft.lookahead
-        self.report = draft.report
-
-    def start(self, prompts: list[list[int]], max_length: int) -> None:
-        self.draft.start(prompts, max_length)
-        self.cache = self.draft.pre_speculate(Speculation.empty(len(prompts)))
-
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        speculation = self.draft.speculate(speculation, outcome, self.cache)
-        self.cache = self.draft.pre_speculate(speculation)
-        return speculation
-
-
 def settings(mode: str = "ssd", **choices) -> Settings:
     """Those of the command line, with our defaults."""
     ours = dict(lookahead=3, budget=7, acceptance_rate=0.7, dtype="float64", device="cpu")
@@ -125,17 +108,11 @@ def settings(mode: str = "ssd", **choices) -> Settings:
 
 
 def decoder(target, draft=None, mode: str = "ssd", **choices) -> Decoder:
-    """One way of decoding, in this process; ssd simulated."""
-    ours = settings(mode, **choices)
+    """One way of decoding, in this process."""
     target = CausalLM(target)
     draft = CausalLM(draft, target.vocab_size) if mode != "ar" else None
     models = Models(target, draft, target.context, target.vocab_size)
-    if mode != "ssd":
-        return Decoder(ours, models)
-    made = Decoder(replace(ours, mode="sd"), models)
-    made.target, worker = workers(ours, models)
-    made.speculator = Simulated(worker)
-    return made
+    return Decoder(settings(mode, **choices), models)
 
 
 def texts_and_rounds(made: Decoder, prompts: list[list[int]]) -> tuple[list[list[int]], list]:
@@ -147,7 +124,7 @@ def texts_and_rounds(made: Decoder, prompts: list[list[int]]) -> tuple[list[list
 
 def run_rounds(made: Decoder, prompts: list[list[int]], rounds: int) -> list:
     """Algorithm 1: the (speculation, outcome) of all rounds, round 0 first. No row finishes."""
-    lookahead = made.speculator.lookahead
+    lookahead = made.lookahead
     max_length = max(map(len, prompts)) + 1 + (rounds + 2) * (lookahead + 1)
     made.speculator.start(prompts, max_length)
     speculation = Speculation.empty(len(prompts))
@@ -236,12 +213,6 @@ def uniforms_that_drew(tokens: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     assert (p[drawn] > 0).all(), "an impossible token"
     within = draw_uniforms(len(p), 1)
     return (p.cumsum(-1) - within * p)[drawn]
-
-
-def independence(one: torch.Tensor, other: torch.Tensor) -> float:
-    """p-value of the hypothesis that pairs of such numbers are uniform on the square."""
-    field = 8 * (one * 8).floor() + (other * 8).floor()
-    return evenness((field + 0.5) / 64)
 
 
 # ---- 1. sampling: the algebra of losslessness, Saguaro sampling (4.2), random numbers ----
@@ -335,43 +306,7 @@ def test_as_C_falls_the_bonus_token_moves_into_the_cache_whatever_p_is_and_accep
     assert (acceptance[0] - acceptance[-1]).mean() > 0.1
 
 
-# random numbers: independent, as fine as float64
-
-def public_noise() -> torch.Tensor:
-    """As uniform numbers `[seeds, rows, positions, V]`; the rows are of two batches."""
-    seeds = []
-    for seed in range(4):
-        noise = PublicNoise(seed)
-        keys = []
-        for _ in range(2):
-            noise.start(12)
-            keys.append(noise.keys(torch.zeros(12, dtype=torch.long), 23))
-        seeds.append(sampling.exponential_noise(torch.cat(keys), 40))
-    noise = torch.stack(seeds)
-    assert noise.dtype == torch.float64
-    assert (noise > 0).all() and noise.isfinite().all()
-    return (-noise).exp()
-
-
-def uniform_streams() -> torch.Tensor:
-    """`[seeds, streams, numbers]`."""
-    seeds = (0, 1, 2, 3, 2 ** 32, 2 ** 32 + 1, 2 ** 63 - 1)
-    streams = [UniformStream(seed, stream).draw(20_000) for seed in seeds for stream in range(3)]
-    return torch.stack(streams).view(len(seeds), 3, -1)
-
-
-@pytest.mark.parametrize("draw", (public_noise, uniform_streams))
-def test_random_numbers_are_even_to_the_last_bits_and_independent_of_all_their_neighbours(draw):
-    """Of neighbouring seeds, streams or rows, positions and tokens; and none comes twice."""
-    numbers = draw()
-    assert len(numbers.unique()) == numbers.numel()
-    for scale in (1, 2.0 ** 20, 2.0 ** 40):
-        assert evenness((numbers * scale).frac()) > ALPHA
-    dims = tuple(range(numbers.dim()))
-    for offset in itertools.product((-1, 0, 1), repeat=len(dims)):
-        if any(offset):
-            assert independence(numbers, numbers.roll(offset, dims)) > ALPHA, offset
-
+# random numbers: SplitMix64's published value is a doctest of runtime/noise.py
 
 @pytest.mark.parametrize("warping", ({}, dict(temperature=0.7, top_k=8, top_p=0.9)), ids=str)
 def test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token(warping):
@@ -450,7 +385,7 @@ def test_look_up_hits_if_and_only_if_the_outcome_was_guessed():
     guessed = draw_uniforms(rows, (K + 1) * vocab).argsort()[:, :branches]  # k * vocab + t*
     tokens = (draw_uniforms(rows, branches, K) * vocab).long()
     q = draw_uniforms(rows, branches, K, vocab, seed=1)
-    prepared = SpeculationCache(Outcome(guessed // vocab, guessed % vocab), tokens, q, None)
+    prepared = SpeculationCache(Outcome(guessed // vocab, guessed % vocab), tokens, q)
     actual = (draw_uniforms(rows, seed=2) * (K + 1) * vocab).long()
     outcome = Outcome(actual // vocab, actual % vocab)
     match = guessed == actual[:, None]
@@ -542,72 +477,50 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, chosen):
 # what is counted on the way
 
 @pytest.mark.parametrize("a, r", ((0.9, 0.6), (0.2, 1.5)))
-def test_the_table_of_ranks_tells_a_r_and_the_hits_of_every_shape(a, r):
-    """400,000 outcomes by the paper's model: k of 5 tokens accepted, rank >= F with F^-r / 2."""
+def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
+    """400,000 outcomes: k of 5 tokens accepted, F guesses miss with probability F^-r / 2."""
     shape, rows, depth = [6, 4, 0, 3, 1, 2], 400_000, 16
     accepted = accept(rows, 5, a)
-    ranks = ((2 * draw_uniforms(rows, seed=1)) ** (-1 / r)).clamp(max=1e6).long()
-    hits = float((ranks < torch.tensor(shape)[accepted]).double().mean())
-    cells = accepted * (depth + 1) + ranks.clamp(max=depth)
+    number = ((2 * draw_uniforms(rows, seed=1)) ** (-1 / r)).clamp(max=1e6).long()
+    hits = float((number < torch.tensor(shape)[accepted]).double().mean())
+    cells = accepted * (depth + 1) + number.clamp(max=depth)
     table = torch.bincount(cells, minlength=6 * (depth + 1)).view(6, depth + 1)
-    assert rank_counts.counted_hit_rate(table, shape) == pytest.approx(hits)
+    assert counted_hit_rate(table, shape) == pytest.approx(hits)
     assert cache.power_law_hit_rate(shape, a, r) == pytest.approx(hits, abs=0.005)
-    assert rank_counts.counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
-    miss_rates = rank_counts.counted_miss_rates(table)
-    assert rank_counts.fit_power_law(miss_rates) == pytest.approx(r, abs=0.05)
-    assert rank_counts.fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
+    assert counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
+    miss_rates = counted_miss_rates(table)
+    assert fit_power_law(miss_rates) == pytest.approx(r, abs=0.05)
+    assert fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
 
 
-def test_the_draft_counts_the_rank_of_every_bonus_token():
+def test_the_draft_counts_which_guess_every_bonus_token_was():
     """By who drafted and by k; and the table says how often the cache hit."""
     net = random_model()
     made = decoder(net, imitation(net, 0.2), temperature=0.8, fan_out="3,2,1,2", backup="random",
                    backup_acceptance_rate=0.5)
     record = run_rounds(made, RAGGED, 15)
-    tables = made.speculator.draft.ranks.table
+    tables = made.speculator.draft.guess_counts.table
     for source, table in zip((PRIMARY, BACKUP), tables):
         k = torch.cat([outcome.num_accepted[speculation.source == source]
                        for speculation, outcome in record[1:-1]])
         assert table.sum(1).equal(torch.bincount(k, minlength=4))
     sources = torch.cat([speculation.source for speculation, _ in record[2:]])
     hits = float((sources == PRIMARY).double().mean())
-    assert rank_counts.counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
+    assert counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
     assert 0.2 < hits < 0.98
 
 
 # prompt look-up (section 4.3)
 
-def prompt_lookup_plainly(text: list[int], count: int) -> list[int] | None:
-    """What followed the longest and then most recent match of the end of the text, by two loops;
-    where the text ends it begins again."""
-    for length in range(min(MAX_MATCH, len(text) - 1), 0, -1):
-        for end in range(len(text) - 1, length - 1, -1):
-            if text[end - length:end] == text[-length:]:
-                return (text[end:] * count)[:count]
-    return None
-
-
-def test_prompt_lookup_continues_the_longest_and_then_most_recent_match():
-    """In random texts, in periodic ones, and where a longer match lies before one of
-    MAX_MATCH tokens."""
-    choose = random.Random(0)
-    texts = []
-    for _ in range(400):
-        period = choose.choices(range(choose.randint(1, 40)), k=choose.randint(1, 40))
-        texts.append((period * 30)[:choose.randint(1, 120)])
-    for shared in (MAX_MATCH - 1, MAX_MATCH, MAX_MATCH + 1, MAX_MATCH + 5):
-        end = choose.choices(range(9), k=MAX_MATCH + 9)
-        texts.append(end + [20, 21, 22, 23] + end[-shared:] + [30, 31, 32, 33] + end)
-    length = torch.tensor(list(map(len, texts)))
-    width = int(length.max()) + 5
-    padded = torch.tensor([(text + text[-1:] * width)[:width] for text in texts])
-    without_match = 0
-    for text, proposed in zip(texts, prompt_lookup(padded, length, 6).tolist()):
-        expected = prompt_lookup_plainly(text, 6)
-        without_match += expected is None
-        assert expected in (proposed, None), text
-        assert len(proposed) == 6 and all(0 <= token < 50 for token in proposed)
-    assert 20 < without_match < 200
+@pytest.mark.parametrize("text, proposed", (
+    ([1, 2, 3], [1, 2, 3, 1]),                   # no match: the text's beginning
+    ([7], [7, 7, 7, 7]),
+    ([1, 2, 8, 1, 2, 9, 1, 2], [9, 1, 2, 9]),    # the more recent of two
+    ([5, 1, 2, 8, 1, 2, 9, 5, 1, 2], [8, 1, 2, 9]),  # the longer one
+    ([4, 4, 4], [4, 4, 4, 4]),
+    ([*range(20), 30, *range(2, 20), 31, *range(20)], [31, 0, 1, 2])))  # both beyond MAX_MATCH
+def test_prompt_lookup_continues_the_longest_and_then_most_recent_match(text, proposed):
+    assert draft_worker.prompt_lookup(text, 4) == proposed
 
 
 # ---- 3. KV slots, tree attention, and how rows end ----
@@ -680,7 +593,7 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
         scores = plainly(text + drafted.tolist(), 4)
         if public_noise:
             keys = draft.noise.keys(draft.length, 3)[row]
-            scores = scores / sampling.exponential_noise(keys, 40)
+            scores = scores / exponential_noise(keys, 40)
         scores[range(3), drafted] = -1
         likeliest = set()
         for k, F in enumerate(shape):
@@ -919,8 +832,8 @@ MISTAKES = {
     "greedy drafts reported as if drawn from q":
         (Sampler, "sample", DRAWN, "return q.argmax(-1), q"),
     "look-ups reported as if drawn at random":
-        (draft_worker, "lookup_backup", "one_hot(tokens, vocab_size)[..., :len(q_like)]",
-         "one_hot(tokens, vocab_size) * 0 + 1.0 / vocab_size"),
+        (draft_worker, "lookup_backup", "point_mass(tokens, like=draft.q_like)",
+         "point_mass(tokens, like=draft.q_like) * 0 + 1 / len(draft.q_like)"),
     "after a miss, tokens accepted if and only if they equal the argmax":
         (TargetWorker, "verify", P, P +
          "; wrong = (drafted != p[:, :-1].argmax(-1)).double()"
@@ -946,16 +859,16 @@ MISTAKES = {
     "a hit served with the tokens of another branch":
         (SpeculationCache, "look_up", "self.tokens[row, branch]", "self.tokens[row, branch - 1]"),
     "a speculation that was verified already served again":
-        (DraftWorker, "speculate", "self.ranks.count(",
-         "tokens, q = self.served = getattr(self, 'served', (tokens, q)); self.ranks.count("),
+        (DraftWorker, "speculate", "return Speculation(",
+         "tokens, q = self.served = getattr(self, 'served', (tokens, q)); return Speculation("),
     "all tokens of a branch drawn with the same uniform number":
         (DraftWorker, "pre_speculate", "uniforms[step]", "uniforms[0]"),
     "the target's uniform numbers the same in every round":
-        (TargetWorker, "verify", "self.uniforms.draw(", "sampling.UniformStream(7, 0).draw("),
+        (TargetWorker, "verify", "self.uniforms.draw(", "UniformStream(7, 0).draw("),
     "drafts drawn with the public noise of the bonus token at their position":
         (DraftWorker, "pre_speculate", "branch_tokens.append(tokens)", """keys = torch.cat([
                 self.noise.keys(at, 0) for at in (tree.positions + step + 1).unbind(1)], 1)
-            tokens = (q / sampling.exponential_noise(keys, q.shape[-1])).argmax(-1)
+            tokens = (q / exponential_noise(keys, q.shape[-1])).argmax(-1)
             branch_tokens.append(tokens)"""),
     "public noise the same at all positions":
         (PublicNoise, "keys", "^ position)", "^ 0 * position)"),

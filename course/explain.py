@@ -10,7 +10,6 @@ Fig. 2 with real tokens. Shown are the speculation under verification, every gue
 import re
 import sys
 from pathlib import Path
-from typing import Iterator
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # wherever it was started
@@ -20,56 +19,41 @@ if __name__ == "__main__":
 
 import torch
 
-from cache import (BACKUP, NO_OUTCOME, Outcome, Speculation, SpeculationCache,
+from cache import (BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, SpeculationCache,
                    acceptance_distribution)
-from draft_worker import DraftWorker
+from runtime.job import Job, Models
 from runtime.model import CausalLM
-from runtime.placement import Job, Models
-from runtime.screen import Display, Stats, can_show_colours, visible
+from runtime.noise import VERIFIER_STREAM, UniformStream
+from runtime.screen import Display, can_show_colours, visible
 from runtime.settings import ExplainSettings, UserError
-from saguaro import Sequences, workers
-from sampling import VERIFIER_STREAM, Sampler, UniformStream, residual
-from target_worker import TargetWorker
+from runtime.stats import Stats
+from saguaro import Sequences, TakingTurns, decode, workers
+from sampling import Sampler, residual
 
 WIDTH = 100  # columns of a line, at most
 WORD = 12    # and of a token in it
 BOLD = "\x1b[1m"
 
 
-def slow_motion(target: TargetWorker, draft: DraftWorker, sequences: Sequences,
-                rounds: int) -> Iterator[tuple[int, Speculation, SpeculationCache, Outcome]]:
-    """Algorithm 1, its two columns taking turns: round 0, the prompt's, and so many more. Yields
-    each, with its number, before anything follows from its outcome."""
-    draft.start(sequences.prompts, sequences.max_length)
-    speculation = Speculation.empty(len(sequences.prompts))
-    outcome = target.prefill(sequences.prompts, sequences.max_length, draft.lookahead)
-    for number in range(rounds + 1):
-        cache = draft.pre_speculate(speculation)
-        yield number, speculation, cache, outcome
-        outcome = sequences.extend(speculation, outcome)
-        if number == rounds or outcome.finished.all():
-            return
-        target.advance(outcome)
-        speculation = draft.speculate(speculation, outcome, cache)
-        outcome = target.verify(speculation)
-
-
-class Narrator:
-    """Prints the rounds of a batch of prompts, with loaded models."""
+class Narrator(Sequences):
+    """The sequences of a batch, with loaded models: `decode` extends them after each round, which
+    is told before."""
 
     def __init__(self, job: Job, models: Models):
         """Raises `UserError` if the last branches would go beyond the context."""
         settings = job.settings
         max_new = (settings.rounds + 1) * (settings.lookahead + 1)  # with the last branches
         context = min(models.target.context, models.draft.context)
-        self.sequences = Sequences(job.prompts, max_new, context, models.target.eos_tokens, Stats(),
-                                   on_tokens=lambda *_: None)
-        if min(self.sequences.max_new) < max_new:
+        super().__init__(job.prompts, max_new, context, models.target.eos_tokens, Stats(),
+                         on_tokens=lambda *_: None)
+        if min(self.max_new) < max_new:
             raise UserError(f"--rounds {settings.rounds} needs {max_new} tokens after the "
                             f"prompt, and the context is {context}")
         self.job = job
         self.target, self.draft = workers(
             settings.to_settings(max_new_tokens=max_new, batch_size=len(job.prompts)), models)
+        self.turns = TakingTurns(self.draft)
+        self.number = 0  # of the round
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
@@ -78,9 +62,16 @@ class Narrator:
     def tell_all(self) -> None:
         """The prompts, F_0..F_K and the P(k) behind them, the rounds, the texts."""
         settings = self.job.settings
-        plan = self.draft.plan
         for text in self.job.texts:
             print(f"prompt\n{visible(text)}\n")
+        self.tell_fan_out(settings)
+        self.turns.start(self.prompts, self.max_length)
+        decode(self.target, self.turns.speculate, self, settings.lookahead)
+        for text, tokens in zip(self.job.texts, self.new_tokens):
+            print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
+
+    def tell_fan_out(self, settings: ExplainSettings) -> None:
+        plan = self.draft.plan
         title = f"{settings.fan_out} fan-out, r = {settings.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
         rates = settings.acceptance_rate, settings.backup_acceptance(plan.backup)
@@ -89,43 +80,32 @@ class Narrator:
             likelihood = acceptance_distribution(a, plan.lookahead)
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
             self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
-        for number, *told in slow_motion(self.target, self.draft, self.sequences, settings.rounds):
-            if settings.pause and number:
-                print("   Enter: the next round ", end="", flush=True)
-                sys.stdin.readline()
-            self.tell(number, *told)
-        for text, tokens in zip(self.job.texts, self.sequences.new_tokens):
-            print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 
-    def tell(self, number: int, speculation: Speculation, cache: SpeculationCache,
-             outcome: Outcome) -> None:
+    def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
+        """As `Sequences.extend`, after telling the round. With the last one all rows are finished."""
+        if self.job.settings.pause and self.number:
+            print("   Enter: the next round ", end="", flush=True)
+            sys.stdin.readline()
+        self.tell(speculation, self.turns.cache, outcome)
+        outcome = super().extend(speculation, outcome)
+        if self.number == self.job.settings.rounds:
+            outcome = outcome._replace(num_accepted=torch.full_like(outcome.bonus, FINISHED))
+        self.number += 1
+        return outcome
+
+    def tell(self, speculation: Speculation, cache: SpeculationCache, outcome: Outcome) -> None:
         """A round, row by row: the outcomes guessed and what was prepared, then the outcome."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
         hit = cache.look_up(outcome)[2]
-        rows = [row for row, active in enumerate(self.sequences.active) if active]
+        rows = [row for row, active in enumerate(self.active) if active]
         for row in rows:
             drafted = speculation.tokens[row].tolist()
             k, bonus = (int(part[row]) for part in outcome)
-            title = "the target reads the prompt, the draft guesses its first token"
-            if drafted:
-                source = self.sources[speculation.source[row]]
-                title = f"verifying [ {self.words(drafted)} ]   from {source}"
-            of_row = f", row {row}" if len(p) > 1 else ""
-            self.say(f"\nround {number}{of_row}   {title}", BOLD)
             style = BOLD + (Display.CACHE if hit[row] else Display.BACKUP)
-            guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
-            prepared = {(i, token): f"[ {self.words(branch)} ]" for i, token, branch in guesses
-                        if i != NO_OUTCOME}
-            prepared.setdefault((k, bonus), "(not guessed)")
-            self.say(f"{'accepted':>35} | {'bonus t*':<{WORD}}     q  prepared for this outcome")
-            for (i, token), text in prepared.items():
-                is_outcome = (i, token) == (k, bonus)
-                arrow = "-->" if is_outcome else ""
-                self.say(f"  {arrow:3} k={i:<2}{self.words(drafted[:i])[-24:]:>25} | "
-                         f"{self.words([token]):<{WORD}} {q[row, i, token]:.3f}  {text}",
-                         style if is_outcome else "")
+            self.tell_title(row, drafted, int(speculation.source[row]))
+            self.tell_guesses(row, drafted, cache, (k, bonus), q[row], style)
             if self.job.settings.temperature:
                 self.tell_draws(drafted, k, p[row], q[row], speculation.q[row].cpu(), uniforms[row])
             answer = "HIT, what was prepared is sent at once"
@@ -135,6 +115,28 @@ class Narrator:
                 answer = "HIT, kept, but waits for a backup (section 4.3)"
             self.say(f"   {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
                      f"{answer}", style)
+
+    def tell_title(self, row: int, drafted: list[int], source: int) -> None:
+        title = "the target reads the prompt, the draft guesses its first token"
+        if drafted:
+            title = f"verifying [ {self.words(drafted)} ]   from {self.sources[source]}"
+        of_row = f", row {row}" if len(self.prompts) > 1 else ""
+        self.say(f"\nround {self.number}{of_row}   {title}", BOLD)
+
+    def tell_guesses(self, row: int, drafted: list[int], cache: SpeculationCache,
+                     outcome: tuple[int, int], q: torch.Tensor, style: str) -> None:
+        """Every guess, and what was prepared for it; the outcome in the given style."""
+        guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
+        prepared = {(k, token): f"[ {self.words(branch)} ]" for k, token, branch in guesses
+                    if k != NO_OUTCOME}
+        prepared.setdefault(outcome, "(not guessed)")
+        self.say(f"{'accepted':>35} | {'bonus t*':<{WORD}}     q  prepared for this outcome")
+        for (k, token), text in prepared.items():
+            is_outcome = (k, token) == outcome
+            arrow = "-->" if is_outcome else ""
+            self.say(f"  {arrow:3} k={k:<2}{self.words(drafted[:k])[-24:]:>25} | "
+                     f"{self.words([token]):<{WORD}} {q[k, token]:.3f}  {text}",
+                     style if is_outcome else "")
 
     def tell_draws(self, drafted: list[int], k: int, p: torch.Tensor, q: torch.Tensor,
                    sent: torch.Tensor, uniforms: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ import saguaro
 from cache import BACKUP, FINISHED, PRIMARY, Outcome, Speculation, SpeculationCache
 from draft_worker import DraftWorker
 from runtime.model import CausalLM, load
+from runtime.noise import splitmix64
 from runtime.settings import TINY
 
 VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"))["values"]
@@ -71,7 +72,7 @@ def verify(p, tokens, q, uniforms):
 
 
 def verify_with_noise(p, tokens, q, uniforms, keys):
-    return sampling.verify(p, tokens, q, uniforms.expand(-1, 2), sampling.splitmix64(keys))
+    return sampling.verify(p, tokens, q, uniforms.expand(-1, 2), splitmix64(keys))
 
 
 def sample(weights, temperature, downweight, fan_out):
@@ -86,14 +87,14 @@ def geometric_fan_out(*arguments):
     return [F if F == int(F) >= 0 else "not whole" for F in shape], sum(shape)
 
 
-def likely_outcomes(ranked, fan_out):
-    num_accepted, bonus = cache.likely_outcomes(ranked, fan_out)
+def likely_outcomes(candidates, fan_out):
+    num_accepted, bonus = cache.likely_outcomes(candidates, fan_out)
     return (100 * num_accepted + bonus).sort().values
 
 
 def look_up(k, bonus, tokens, *outcome):
     guesses, outcome = Outcome(k, bonus), Outcome(*outcome)
-    found, q, hit = SpeculationCache(guesses, tokens, -tokens, tokens).look_up(outcome)
+    found, q, hit = SpeculationCache(guesses, tokens, -tokens).look_up(outcome)
     return cache.matches(guesses, outcome), hit, found[hit], q[hit]
 
 
@@ -186,12 +187,11 @@ def test_7():
 def test_8a(k, bonus, hits):
     """The cache, if any, guesses (0, 9) and (1, 7) in row 0, (0, 8) and (1, 7) in row 1."""
     draft = worker([1, 1, 0], [0, 2, 0])
-    ranked = draft.trunk_pass(IN_FLIGHT)
-    ranked[:, :, 0] = torch.tensor([[9, 7, 1], [8, 7, 1]])
-    guesses = Outcome(torch.tensor([[0, 1], [0, 1]]), ranked[:, :2, 0])
+    draft.trunk_pass(IN_FLIGHT)
+    guesses = Outcome(torch.tensor([[0, 1], [0, 1]]), torch.tensor([[9, 7], [8, 7]]))
     prepared = torch.arange(8).view(2, 2, 2)
     q = torch.nn.functional.one_hot(prepared, V).double()
-    cached = None if hits is None else SpeculationCache(guesses, prepared, q, ranked)
+    cached = None if hits is None else SpeculationCache(guesses, prepared, q)
     arguments = IN_FLIGHT, Outcome(torch.tensor(k), torch.tensor(bonus)), cached
     answer = attempt("8a", draft.speculate, *arguments)
     says = functools.partial(check, arguments)
@@ -200,7 +200,6 @@ def test_8a(k, bonus, hits):
     work = [name for name, *_ in draft.watch.read()]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)
-    says("active rows are counted", draft.ranks.table.sum(), len(active) * (hits is not None))
     for row, drafted_by in zip(active, source):
         text = TEXTS[row] + DRAFTED[row][:k[row]] + [bonus[row]]
         says("accepted tokens and t* join the text", draft.text[row, :draft.length[row]], text)
@@ -226,14 +225,12 @@ def test_8b(shapes, temperature, in_flight):
     says("a trunk pass and K tree passes, timed; without a budget, none",
          [work.count("trunk"), work.count("step")], [1, 2] if budget else [0, 0])
     says("the text does not change", draft.length, LENGTH)
-    ranked = draft.trunk_pass(in_flight)
-    if budget:
-        says("all guesses by rank", cached.ranked, ranked)
+    candidates = worker(*shapes, temperature).trunk_pass(in_flight)
     for row, source in enumerate(in_flight.source):
         drafted = in_flight.tokens[row].tolist()
         fan_out = shapes[source] if drafted else [budget]
         expected = [(k, bonus) for k, F in enumerate(fan_out)
-                    for bonus in ranked[row, k, :F].tolist()]
+                    for bonus in candidates[row, k, :F].tolist()]
         guesses = [(k, bonus) for k, bonus in zip(*(part[row].tolist() for part in cached.guesses))
                    if k != cache.NO_OUTCOME]
         says(f"guesses (k, t*) by the fan-out {fan_out}, sorted", sorted(guesses), sorted(expected))

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from runtime.model import fit_vocabulary
-from runtime.rank_counts import counted_miss_rates, fit_power_law
+from runtime.stats import counted_miss_rates, fit_power_law
 from sampling import Sampler, residual, saguaro_distribution
 
 SSD = "#12365c"  # one colour per method

@@ -56,16 +56,18 @@ def check_model(model: "runtime.model.CausalLM") -> None:
     tokens = (7 * torch.arange(n, device=model.device)[None] + 1) % vocab_size
     other_half = (tokens[:, half:] + 1) % vocab_size
     other_ending = torch.cat([tokens[:, :half], other_half], 1)
+    doing = f"in {model.dtype}"
     try:
         with torch.inference_mode():
             plain = model.model(tokens, use_cache=False).logits
             changed = model.model(other_ending, use_cache=False).logits[:, :half]
             stepwise = token_by_token(model.model, tokens)
+        doing = "with KV slots and tree attention"
         slotted = through_slots(model, tokens)
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # an architecture fails as it pleases
-        raise UserError(f"{kind} models cannot run with KV slots and tree attention "
+        raise UserError(f"{kind} models cannot run {doing} "
                         f"({type(problem).__name__}: {problem})") from problem
     if not plain.isfinite().all():
         raise UserError(f"this {kind} model gives logits that are infinite or not numbers in "
@@ -96,7 +98,7 @@ def through_slots(model: "runtime.model.CausalLM", tokens: torch.Tensor) -> torc
     """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
     rejected tokens behind, two more out of order in scratch slots."""
     n = tokens.shape[1]
-    model.allocate(1, 2 * n, n)
+    model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
     logits = [model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))]
     visible = torch.arange(n + 3, device=model.device)[None, None] < n - 2

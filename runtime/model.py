@@ -23,86 +23,15 @@ A verified token lives in the slot whose number is its position. Then
 Hugging Face models take this unmodified: any object with a fitting `update` passes for
 `past_key_values`, and a 4-D `attention_mask` is used as it is.
 """
-import time
-import timeit
-from contextlib import contextmanager
-
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from runtime.check import check_model, context_length, text_limit
 from runtime.settings import UserError, first_line
+from runtime.timing import Pace
 
-SPIN = 0.0003  # seconds by which a sleep may be late
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
-
-
-class Stopwatch:
-    """When each piece of work began and ended: `with watch("verify"): ...`. A GPU takes the times
-    itself (CUDA events), so that the host need not wait for it."""
-
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
-        self.marks = []  # (work, start, end)
-
-    @contextmanager
-    def __call__(self, work: str):
-        start = self.now()
-        yield
-        self.marks.append((work, start, self.now()))
-
-    def now(self) -> "float | torch.cuda.Event":
-        """Seconds; or an event that the GPU has yet to reach."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def read(self) -> list[tuple[str, float, float]]:
-        """(work, start, end), in seconds, of all work since the last reading."""
-        marks = self.marks
-        self.marks = []
-        if self.on_gpu:
-            last = self.now()
-            last.synchronize()
-            now = time.perf_counter()
-            marks = [(work, *(now - event.elapsed_time(last) / 1000 for event in events))
-                     for work, *events in marks]
-        return marks
-
-
-class Pace:
-    """Makes every decoding pass take at least `seconds`, as on the hardware whose latency that is:
-    a pass that was computed faster sleeps for the rest, and a sleeping rank uses no core. 0: off.
-
-    This assumes that a pass takes as long for one token as for hundreds, which holds on a GPU while
-    weights, not arithmetic, bound a pass."""
-
-    def __init__(self, seconds: float = 0.0):
-        self.seconds = seconds
-        self.passes = 0  # since the last reading
-        self.kept = 0    # those that were fast enough
-
-    @contextmanager
-    def __call__(self):
-        due = time.perf_counter() + self.seconds
-        yield
-        if not self.seconds:
-            return
-        self.passes += 1
-        self.kept += time.perf_counter() <= due
-        time.sleep(max(0.0, due - time.perf_counter() - SPIN))
-        while time.perf_counter() < due:
-            pass
-
-    def read(self) -> tuple[int, int]:
-        """(kept, passes) since the last reading."""
-        counts = self.kept, self.passes
-        self.kept = 0
-        self.passes = 0
-        return counts
 
 
 class KVCache:
@@ -155,24 +84,23 @@ class CausalLM:
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
-        self.min_slots = 0  # that suffice for all batches to come, where that is known
         self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
         self.pace = Pace()
         check_model(self)
 
-    def allocate(self, rows: int, slots: int, max_length: int) -> None:
-        """Start a batch of texts of up to `max_length` tokens, with so many slots a row. The last
-        buffers, and the graphs captured with them, serve again if they suffice. Raises `UserError`
-        for too long texts."""
+    def allocate(self, rows: int, max_length: int, scratch: int) -> None:
+        """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
+        `scratch` more. The last buffers, and the graphs captured with them, serve again if they
+        suffice. Raises `UserError` for too long texts."""
         limit = text_limit(self.model.config)
         if max_length > limit:
             raise UserError(
                 f"this {self.model.config.model_type} model treats texts of more than {limit} "
                 "tokens in a way that KV slots cannot express, and this run may need "
                 f"{max_length}: shorten the prompt or --max-new-tokens")
-        slots = max(slots, self.min_slots)
+        slots = max_length + scratch
         if self.kv.rows < rows or self.kv.slots < slots:
-            self.kv = KVCache(rows, slots)
+            self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()
@@ -220,25 +148,6 @@ class CausalLM:
         for start in range(0, width, PREFILL_CHUNK):
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
-
-    def set_pace(self, milliseconds: float) -> None:
-        """From now on each decoding pass takes at least so long; 0: no pace. Raises `UserError`
-        where this machine cannot compute a pass in that time at all."""
-        self.pace = Pace()
-        if milliseconds == 0:
-            return
-        self.allocate(1, 8, 8)
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-
-        def one_pass() -> None:
-            self.causal(token, torch.tensor([0])).cpu()  # which waits for a GPU
-
-        fastest = 1000 * min(timeit.repeat(one_pass, number=1, repeat=3))
-        if milliseconds < fastest:
-            raise UserError(f"--pace: a pass of this {self.model.config.model_type} model takes "
-                            f"{fastest:.1f} ms on this machine, so it cannot keep a pace of "
-                            f"{milliseconds:g} ms")
-        self.pace = Pace(milliseconds / 1000)
 
     @property
     def eos_tokens(self) -> list[int]:

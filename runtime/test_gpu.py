@@ -25,10 +25,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import saguaro
 from cache import PRIMARY, Outcome, Speculation
 from runtime import cuda_graphs, launch
-from runtime.model import CausalLM, Stopwatch
-from runtime.placement import Job, Models, Placement
+from runtime.job import Job, Models
+from runtime.model import CausalLM
+from runtime.placement import Placement
 from runtime.settings import Settings
 from runtime.tensor_parallel import load_sharded
+from runtime.timing import Stopwatch
 from saguaro import Channel, Decoder
 from test_equivalence import (RAGGED, decoder, greedy_reference, imitation, in_ranks,
                               random_model, run_rounds)

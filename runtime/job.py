@@ -1,0 +1,122 @@
+"""What all ranks know of a run before a model is loaded: configurations, prompts. Loading."""
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from runtime.check import context_length
+from runtime.cuda_graphs import GraphRunner
+from runtime.model import CausalLM, load
+from runtime.placement import Placement
+from runtime.settings import DecodingSettings, UserError, first_line, read_prompts
+from runtime.tensor_parallel import check_shardable, load_sharded
+
+
+class Models(NamedTuple):
+    """What this rank decodes with; None: another rank holds it, or nobody needs it."""
+    target: CausalLM | None
+    draft: CausalLM | None
+    context: int         # the target's, in tokens
+    vocab_size: int      # the target's
+    max_length: int = 0  # of the longest text to come, if known: buffers are made for it at once
+
+
+class Job:
+    """Settings, placement, configurations and prompts (token ids)."""
+
+    def __init__(self, settings: DecodingSettings):
+        self.settings = settings
+        self.placement = Placement(settings)
+        self.texts = read_prompts(settings)
+        self.target_config, self.tokenizer = open_model("--target", settings.target)
+        self.context = context_length(self.target_config)
+        self.vocab_size = self.target_config.get_text_config().vocab_size
+        self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template)
+        check_prompts(self.prompts, self.context, self.vocab_size)
+        longest = max(map(len, self.prompts)) + settings.max_new_tokens
+        self.max_length = min(longest, self.context)
+        if settings.mode != "ar":
+            self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
+            if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
+                raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
+                                "different vocabularies; a draft must propose the target's tokens")
+        if self.placement.tp_size > 1:
+            check_shardable(self.target_config, self.placement.tp_size)
+
+    def load(self) -> Models:
+        """Join the other ranks and load the models that this one holds."""
+        placement = self.placement
+        if placement.world_size > 1:
+            placement.join()
+        target = self.load_target() if placement.holds_target else None
+        draft = self.load_draft() if placement.holds_draft else None
+        if placement.world_size > 1:
+            dist.barrier()  # or one rank would time how long another loads
+        return Models(target, draft, self.context, self.vocab_size, self.max_length)
+
+    def load_draft(self) -> CausalLM:
+        settings = self.settings
+        model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
+        return self.ready(CausalLM(model, self.vocab_size), settings.pace[1])
+
+    def load_target(self) -> CausalLM:
+        """Whole, or this rank's share of it."""
+        settings = self.settings
+        group = self.placement.tp_group
+        given = (settings.target, self.target_config, self.dtype, self.placement.device)
+        model = load_sharded(*given, group) if group else load(*given)
+        return self.ready(CausalLM(model), settings.pace[0], group)
+
+    def ready(self, model: CausalLM, milliseconds: float,
+              group: dist.ProcessGroup | None = None) -> CausalLM:
+        """With its pace, and CUDA graphs where they serve. `group`: the ranks that share it."""
+        if self.placement.on_gpus and not self.settings.eager:
+            model.forward_fn = GraphRunner(model, group)
+        model.pace.seconds = milliseconds / 1000
+        return model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """--dtype, or by default what suits the devices of all ranks that compute the same."""
+        if self.settings.dtype != "auto":
+            return getattr(torch, self.settings.dtype)
+        return torch.bfloat16 if self.placement.on_gpus else torch.float32
+
+
+def open_model(flag: str, path: str):
+    """The configuration and tokenizer of a checkpoint; nothing big is read."""
+    try:
+        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except Exception as problem:  # a damaged file raises what its reader pleases
+        raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a "
+                        f"model on the Hugging Face Hub ({first_line(problem)})") from problem
+
+
+def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
+    """The prompts as token ids; `chat`: each as a user turn of the chat template."""
+    if chat and not tokenizer.chat_template:
+        raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
+    try:
+        if not chat:
+            return tokenizer(texts)["input_ids"]
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
+                                             return_dict=True)["input_ids"]
+    except Exception as problem:  # a template is a program, and a prompt may be no text
+        reader = "chat template" if chat else "tokenizer"
+        raise UserError(f"the {reader} cannot read the prompts "
+                        f"({first_line(problem)})") from problem
+
+
+def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
+    """Raises `UserError` unless each has a token, room for another, and ids below `vocab_size`."""
+    for number, prompt in enumerate(prompts, start=1):
+        name = f"prompt {number} of {len(prompts)}"
+        if not 0 < len(prompt) < context:
+            raise UserError(f"{name} has {len(prompt)} tokens; it must have at least 1, and fewer "
+                            f"than the target's context, {context}")
+        for token in prompt:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"{name} holds token {token}, and the target's embedding has 0 to "
+                                f"{vocab_size - 1}: leave it out, or resize the embedding")

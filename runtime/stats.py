@@ -1,0 +1,170 @@
+"""What is counted and timed while decoding, and what Theorem 7 makes of it."""
+import math
+from dataclasses import dataclass, field
+from statistics import linear_regression
+from typing import Any
+
+import torch
+
+from cache import throughput
+
+
+@dataclass
+class Stats:
+    """Counts and times of decoding, in seconds; prefill, and the token that it yields, apart."""
+    tokens: int = 0             # new tokens, with those of prefill
+    prefill_tokens: int = 0     # one a prompt
+    prefill_seconds: float = 0.0
+    seconds: float = 0.0        # decoding, wall clock
+    rounds: int = 0
+    row_rounds: int = 0         # rounds, once for every active row
+    accepted: int = 0
+    rejected: int = 0           # at most one per row and round
+    hits: int = 0
+    hit_tokens: int = 0         # of rounds after a hit
+    lookahead: int = 0
+    overlaps: bool = True       # False: one process did the work of two, so its speed says nothing
+    spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
+    pace_kept: int = 0          # passes of both models that were as fast as --pace
+    passes: int = 0             # with a pace
+    draft: dict[str, Any] = field(default_factory=dict)  # see `DraftWorker.report`
+
+    def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
+                    rows: list[tuple[int, int, bool]]) -> None:
+        """Of every active row: tokens accepted, tokens kept, was it a hit?"""
+        num_kept = sum(kept for _, kept, _ in rows)
+        self.tokens += num_kept
+        if is_prefill:
+            self.prefill_tokens += num_kept
+            self.prefill_seconds += seconds
+            return
+        self.seconds += seconds
+        self.lookahead = lookahead
+        self.rounds += 1
+        self.row_rounds += len(rows)
+        for accepted, kept, hit in rows:
+            self.accepted += accepted
+            self.rejected += accepted < lookahead
+            self.hits += hit
+            self.hit_tokens += kept * hit
+
+    def add(self, spans: list[tuple[str, float, float]] = [], pace: tuple[int, int] = (0, 0),
+            draft: dict[str, Any] = {}) -> None:
+        """What a worker measured in a batch. `pace`: (kept, passes)."""
+        self.spans += spans
+        self.pace_kept += pace[0]
+        self.passes += pace[1]
+        self.draft |= draft
+
+    def seconds_of(self, work: str) -> list[float]:
+        """How long each piece of this work took."""
+        return [end - start for name, start, end in self.spans if name == work]
+
+    def mean_seconds(self, work: str) -> float | None:
+        seconds = self.seconds_of(work)
+        return ratio(sum(seconds), len(seconds))
+
+    def summary(self) -> dict[str, Any]:
+        """The statistics of `--output`; None: not seen. `acceptance_rate`: the maximum-likelihood a
+        of the paper's geometric model; T_p (a pre-speculation: trunk pass and K tree steps) and T_b
+        (a backup) in units of a verification."""
+        decoded = self.tokens - self.prefill_tokens
+        K = self.lookahead
+        verify = self.mean_seconds("verify")
+        trunk = self.mean_seconds("trunk")
+        step = self.mean_seconds("step")
+        seconds = self.seconds if self.overlaps else None
+        return {
+            "tokens": self.tokens,
+            "seconds": seconds,
+            "tokens_per_second": ratio(decoded, seconds),
+            "rounds": self.rounds,
+            "tokens_per_round": ratio(decoded, self.row_rounds),
+            "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected),
+            "hit_rate": ratio(self.hits, self.row_rounds) if K else None,
+            "E_hit": ratio(self.hit_tokens, self.hits),
+            "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
+            "verifier_utilisation": ratio(sum(self.seconds_of("verify")), seconds),
+            "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
+            "T_b": ratio(self.mean_seconds("backup"), verify),
+            "prefill_seconds": self.prefill_seconds,
+            "pace_kept": ratio(self.pace_kept, self.passes)} | self.draft
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
+    """The speedup over autoregressive decoding by Theorem 7 (in a batch, Cor. 16) with the parts
+    that were measured. What was not seen, such as a miss, has no weight."""
+    parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
+    return throughput(*parts, batch_size)
+
+
+# ---- which guess was right: counted, and deciding nothing ----
+
+class GuessCounts:
+    """`table` `[2, K+1, n+1]`: how often, by who drafted, k tokens were accepted and the bonus
+    token was the draft's guess number 0 to n-1, or, in the last column, none of its n guesses. It
+    tells what a cache of any other shape would have held of the very same outcomes, and which a
+    (section 4.1) and r (Def. 11) fit them."""
+
+    def __init__(self, lookahead: int, num_guesses: int):
+        self.num_guesses = num_guesses
+        self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)
+        self.last = None  # the guesses of the round under way
+
+    def next_round(self, guesses: torch.Tensor, source: torch.Tensor, text: torch.Tensor,
+                   length: torch.Tensor) -> None:
+        """Count what became of the last round's guesses, and keep this round's: `[B, K+1, n]`, by
+        k, the likeliest first; round 0's (K = 0) are not counted. The verified `text` `[B, W]`, of
+        `length` `[B]`, ends with the last outcome."""
+        if guesses.shape[1] == 1:
+            self.last = None
+            return
+        if self.last:
+            self.count(*self.last, text, length)
+        self.last = guesses, source, length
+
+    def count(self, guesses: torch.Tensor, source: torch.Tensor, length_before: torch.Tensor,
+              text: torch.Tensor, length: torch.Tensor) -> None:
+        k = length - length_before - 1
+        active = k >= 0  # a finished row has not grown
+        bonus = text.gather(1, (length - 1)[:, None])
+        found = guesses[torch.arange(len(k)), k] == bonus
+        number = found.long().argmax(1).where(found.any(1), self.num_guesses)
+        index = (source[active], k[active], number[active])
+        self.table.index_put_(index, torch.tensor(1), accumulate=True)
+
+
+# ---- of such a table `[K+1, n+1]` ----
+
+def counted_hit_rate(table: torch.Tensor, fan_out: list[int]) -> float:
+    """The share of the outcomes that a cache of shape F_0..F_K would have held."""
+    held = torch.arange(table.shape[1] - 1) < torch.tensor(fan_out)[:, None]
+    return float(table[:, :-1][held].sum() / table.sum())
+
+
+def counted_acceptance_rate(table: torch.Tensor) -> float:
+    """The maximum-likelihood a: tokens accepted / tokens verified, up to the first rejection."""
+    times = table.sum(1).double()
+    accepted = float(times @ torch.arange(len(times)).double())
+    return accepted / (accepted + float(times[:-1].sum()))
+
+
+def counted_miss_rates(table: torch.Tensor) -> list[float]:
+    """The share of bonus tokens not among the draft's F likeliest, for F = 1..n."""
+    times = table.sum(0).double()
+    return (1 - times.cumsum(0)[:-1] / times.sum()).tolist()
+
+
+def fit_power_law(miss_rates: list[float]) -> float:
+    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
+    least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
+    misses to fit, 1."""
+    points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
+    if len(points) < 2:
+        return 1.0
+    slope = linear_regression(*zip(*points)).slope
+    return min(max(-slope, 0.1), 10.0)
