@@ -64,7 +64,10 @@ class Job:
         """Whole, or this rank's share of it."""
         settings = self.settings
         group = self.placement.tp_group
-        given = (settings.target, self.target_config, self.dtype, self.placement.device)
+        dtype = [self.dtype]
+        if group:
+            dist.broadcast_object_list(dtype, 0, group)  # their GPUs may differ
+        given = (settings.target, self.target_config, *dtype, self.placement.device)
         model = load_sharded(*given, group) if group else load(*given)
         return self.ready(CausalLM(model), settings.pace[0], group)
 
@@ -81,7 +84,10 @@ class Job:
         """--dtype, or by default what suits the devices of all ranks that compute the same."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
-        return torch.bfloat16 if self.placement.on_gpus else torch.float32
+        if not self.placement.on_gpus:
+            return torch.float32
+        is_ampere = torch.cuda.get_device_capability(self.placement.device) >= (8, 0)
+        return torch.bfloat16 if is_ampere else torch.float16  # older ones emulate bfloat16
 
 
 def open_model(flag: str, path: str):

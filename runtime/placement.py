@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.settings import DecodingSettings, UserError
+from runtime.settings import DecodingSettings, UserError, first_line
 
 
 class Placement:
@@ -20,9 +20,14 @@ class Placement:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        num_gpus = 0 if settings.device == "cpu" else torch.cuda.device_count()
-        if settings.device == "cuda" and not num_gpus:
-            raise UserError("--device cuda: PyTorch sees no CUDA device here")
+        if settings.device == "cuda":
+            try:
+                torch.cuda.init()
+            except (AssertionError, RuntimeError) as problem:
+                raise UserError(f"--device cuda: {first_line(problem)}") from problem
+        # the driver may list GPUs that this PyTorch cannot use
+        may_use_gpus = settings.device != "cpu" and torch.cuda.is_available()
+        num_gpus = torch.cuda.device_count() if may_use_gpus else 0
         draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
         self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
         self.draft_rank = self.world_size - 1 if draft_ranks else 0

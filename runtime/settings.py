@@ -88,7 +88,7 @@ class DecodingSettings:
     backup_acceptance_rate: float | None = option(
         FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
         "one, 0.2 after others", min=0, max=1)
-    dtype: str = option("machine", "auto", "auto: bfloat16 on GPUs, float32 on CPUs",
+    dtype: str = option("machine", "auto", "auto: bfloat16 (or float16) on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option("machine", "auto", "auto: GPUs if there are any",
                          choices=("auto", "cpu", "cuda"))
