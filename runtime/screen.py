@@ -168,7 +168,10 @@ def print_times(settings: Settings, summary: dict[str, Any]) -> None:
     if T_p is not None:
         hidden = "hidden behind it"
         if round(T_p, 2) > 1:
-            hidden = "the target waits: try a smaller --lookahead or --budget"
+            fits = int(settings.lookahead - (T_p - 1) / summary["T_step"])
+            hidden = f"the target waits: --lookahead {fits} would be hidden"
+            if fits < 1:
+                hidden = "the target waits: use --mode sd, or a GPU for each rank"
         print_line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
     if T_b is not None:
         print_line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")
