@@ -54,7 +54,7 @@ def decode(target: TargetWorker, speculate: Callable[[Speculation, Outcome], Spe
         outcome = sequences.extend(speculation, outcome)
         if channel:
             channel.send_outcome(outcome)
-        sequences.show()  # while the draft's rank answers
+        sequences.show(speculation)  # while the draft's rank answers
         if outcome.finished.all():
             return
         target.advance(outcome)
@@ -128,19 +128,12 @@ class Sequences:
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
-        is_prefill = not any(self.new_tokens)
+        self.is_prefill = not any(self.new_tokens)
         drafted = speculation.tokens.tolist()
-        source = speculation.source.tolist()
         self.latest = []
-        counts = []
         for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
             if self.active[row]:
-                new_tokens = self.extend_row(row, drafted[row][:k] + [bonus])
-                self.latest.append((row, new_tokens, source[row]))
-                counts.append((k, len(new_tokens), source[row] == PRIMARY))
-        now = time.perf_counter()
-        self.stats.count_round(is_prefill, now - self.last_round, len(drafted[0]), counts)
-        self.last_round = now
+                self.latest.append((row, k, self.extend_row(row, drafted[row][:k] + [bonus])))
         finished = ~torch.tensor(self.active)
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
@@ -155,10 +148,16 @@ class Sequences:
         text += new_tokens
         return new_tokens
 
-    def show(self) -> None:
-        """The last round's tokens, to `on_tokens`."""
-        for row, new_tokens, source in self.latest:
-            self.on_tokens(row, new_tokens, source)
+    def show(self, speculation: Speculation) -> None:
+        """Count the last round, and give its tokens to `on_tokens`."""
+        now = time.perf_counter()
+        source = speculation.source.tolist()
+        lookahead = speculation.tokens.shape[1]
+        counts = [(k, len(new), source[row] == PRIMARY) for row, k, new in self.latest]
+        self.stats.count_round(self.is_prefill, now - self.last_round, lookahead, counts)
+        self.last_round = now
+        for row, _, new_tokens in self.latest:
+            self.on_tokens(row, new_tokens, source[row])
 
 
 class Channel:

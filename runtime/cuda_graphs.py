@@ -4,8 +4,8 @@ On a GPU a pass over few tokens is hundreds of kernels that take less time than 
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
 the same addresses every time: it is captured once and replayed. Only the number of slots that
 attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; the mask
-hides what that adds. At its first use, in a warm-up, a pass is captured for all widths that it will
-need as the text grows.
+hides what that adds. At its first use, in a warm-up, a pass is captured for all widths, as later
+texts may be longer or shorter.
 
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
 eagerly all together, for a rank that did otherwise would leave the others waiting.
@@ -77,19 +77,20 @@ class GraphRunner:
         """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
         kv = self.model.kv
         seen = mask.shape[-1]
-        widths = [width for width in WIDTHS if seen <= width < kv.slots] + [kv.slots]
+        widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]
+        width = next(width for width in widths if width >= seen)
 
         def inputs(width: int) -> tuple[torch.Tensor, ...]:
             wider = torch.nn.functional.pad(mask, (0, width - seen), value=-torch.inf)
             return tokens, positions, slots, wider
 
-        shape = (*tokens.shape, widths[0])
+        shape = (*tokens.shape, width)
         if shape not in kv.graphs and tokens.shape[1] <= LONGEST_CAPTURED:
-            for width in widths:
-                self.capture((*tokens.shape, width), inputs(width))
+            for other in widths:
+                self.capture((*tokens.shape, other), inputs(other))
         if shape in kv.graphs:
-            return kv.graphs[shape].replay(inputs(widths[0]))
-        return self.model.forward_eager(*inputs(widths[0]))
+            return kv.graphs[shape].replay(inputs(width))
+        return self.model.forward_eager(*inputs(width))
 
     def capture(self, shape: tuple[int, ...], inputs: tuple[torch.Tensor, ...]) -> None:
         kv = self.model.kv

@@ -99,6 +99,7 @@ class CausalLM:
                 "tokens in a way that KV slots cannot express, and this run may need "
                 f"{max_length}: shorten the prompt or --max-new-tokens")
         slots = max_length + scratch
+        slots += -slots % 8  # attention would pad another mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
             self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
         self.last_position = min(max_length, self.context) - 1
@@ -161,7 +162,7 @@ class CausalLM:
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    logging.disable_progress_bar()
+    logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True)
