@@ -451,7 +451,7 @@ def test_a_seed_gives_other_numbers_that_a_table_of_answers_does_not_know():
 
 @pytest.fixture(scope="module")
 def models():
-    return Job(ExplainSettings()).load()
+    return Job(ExplainSettings(device="cpu")).load()
 
 
 @pytest.fixture
