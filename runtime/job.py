@@ -122,7 +122,6 @@ def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> No
         if not 0 < len(prompt) < context:
             raise UserError(f"{name} has {len(prompt)} tokens; it must have at least 1, and fewer "
                             f"than the target's context, {context}")
-        for token in prompt:
-            if not 0 <= token < vocab_size:
-                raise UserError(f"{name} holds token {token}, and the target's embedding has 0 to "
-                                f"{vocab_size - 1}: leave it out, or resize the embedding")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise UserError(f"{name} holds tokens {min(prompt)} to {max(prompt)}; the target's "
+                            f"embedding has 0 to {vocab_size - 1}")

@@ -90,8 +90,8 @@ class CausalLM:
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
-        `scratch` more. The last buffers, and the graphs captured with them, serve again if they
-        suffice. Raises `UserError` for too long texts."""
+        `scratch` more. Buffers, and their graphs, serve again if they suffice. Raises `UserError`
+        for too long texts."""
         limit = text_limit(self.model.config)
         if max_length > limit:
             raise UserError(

@@ -49,8 +49,7 @@ def to_uniform(bits: torch.Tensor) -> torch.Tensor:
 class PublicNoise:
     """Noise for the bonus tokens of a batch: a function of (seed, row, position, token). The target
     draws bonus tokens with it; the draft guesses with it but never draws with it, so the output's
-    distribution is untouched. (Definition 14 downweights the draft's likeliest tokens, which are
-    then not the guessed ones: leave C at 1.)"""
+    distribution is untouched. (Leave C at 1: the draft's likeliest tokens are not the guesses.)"""
 
     def __init__(self, seed: int):
         self.key = UniformStream(seed, NOISE_STREAM).key
@@ -69,8 +68,7 @@ class PublicNoise:
 
 
 def exponential_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exponentially distributed noise `[..., V]`, float64, for keys `[...]`: the same on every
-    rank."""
+    """Exponentially distributed noise `[..., V]`, float64, for keys `[...]`."""
     token = torch.arange(vocab_size, device=keys.device)
     return -to_uniform(splitmix64(keys[..., None] + token * GOLDEN)).log()
 

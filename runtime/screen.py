@@ -101,17 +101,15 @@ class Display:
             prompt_tokens = self.job.prompts[self.num_texts]
             self.num_texts += 1
             text = self.job.tokenizer.decode(tokens, skip_special_tokens=True)
+            reason = "length" if len(tokens) == self.job.settings.max_new_tokens else "context"
+            if tokens[-1] in eos:
+                reason = "eos"
             self.write_line({"prompt": prompt, "prompt_tokens": prompt_tokens, "text": text,
-                             "tokens": tokens, "finish_reason": self.finish_reason(tokens, eos),
+                             "tokens": tokens, "finish_reason": reason,
                              "group": self.groups.pop(row)})
             if not self.streams:
                 tqdm.write(f"\n----- prompt {self.num_texts} -----\n{visible(prompt)}"
                            f"\n----- continued -----\n{visible(text)}")
-
-    def finish_reason(self, tokens: list[int], eos: list[int]) -> str:
-        if tokens[-1] in eos:
-            return "eos"
-        return "length" if len(tokens) == self.job.settings.max_new_tokens else "context"
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.bar.close()
@@ -175,8 +173,6 @@ def print_times(settings: Settings, summary: dict[str, Any]) -> None:
         print_line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
     if T_b is not None:
         print_line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")
-    elif summary["rounds"]:
-        print_line("backup (T_b)", "", "no miss seen yet")
     if T_b is not None and summary["backup"] == "neural":
         sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
         over_ar = theorem_7(summary, settings.batch_size)

@@ -5,7 +5,6 @@ Importing torch takes seconds, so nothing here does: a wrong flag or --help is a
 import argparse
 import json
 import math
-import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO, get_args
@@ -56,7 +55,7 @@ class DecodingSettings:
         "models", str(TINY / "draft"), "draft model with the target's vocabulary")
     apply_chat_template: bool = option(
         "text", False, "make each prompt a user turn of the chat template")
-    lookahead: int = option("method", 4, "K, tokens drafted per round", min=1)
+    lookahead: int = option("method", 4, "K, tokens drafted per round", min=1, max=64)
     temperature: float = option("sampling", 0.0, "0 is greedy", min=0, max=1e9)
     top_k: int = option("sampling", 0, "sample among the N likeliest tokens; 0: among all", min=0,
                         metavar="N")
@@ -67,7 +66,7 @@ class DecodingSettings:
         "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 63 - 1)
     budget: int = option(
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: none, "
-        "plain speculative decoding on the very same ranks", min=0)
+        "plain speculative decoding on the very same ranks", min=0, max=4096)
     fan_out: str = option(
         CACHE, "geometric", "shape of the cache: geometric (Thm. 12), uniform, or by hand, "
         "F_0,...,F_K such as 4,3,2,1,2, whose sum is then the budget", metavar="SHAPE")
@@ -104,8 +103,6 @@ class DecodingSettings:
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, os.PathLike):
-                value = str(value)
             several = "nargs" in f.metadata["form"]
             values = value if several and isinstance(value, (tuple, list)) else [value]
             setattr(self, f.name, tuple(values) if several else value)
@@ -180,9 +177,6 @@ class Settings(DecodingSettings):
         super().__post_init__()
         if self.prompt and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other")
-        if self.lookahead > max(16, self.max_new_tokens):
-            raise UserError(f"--lookahead {self.lookahead}: no text has room for so many tokens; "
-                            f"--max-new-tokens is {self.max_new_tokens}")
 
 
 @dataclass

@@ -107,9 +107,8 @@ def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
 
 class GuessCounts:
     """`table` `[2, K+1, n+1]`: how often, by who drafted, k tokens were accepted and the bonus
-    token was the draft's guess number 0 to n-1, or, in the last column, none of its n guesses. It
-    tells what a cache of any other shape would have held of the very same outcomes, and which a
-    (section 4.1) and r (Def. 11) fit them."""
+    token was the draft's guess number 0 to n-1, or, in the last column, none of its n guesses. So
+    it tells what a cache of any other shape would have held of the very same outcomes."""
 
     def __init__(self, lookahead: int, num_guesses: int):
         self.num_guesses = num_guesses
@@ -161,9 +160,8 @@ def counted_miss_rates(table: torch.Tensor) -> list[float]:
 
 
 def fit_power_law(miss_rates: list[float]) -> float:
-    """The r of miss(F) proportional to F^-r (Def. 11), for miss rates of F = 1, 2, ...: minus the
-    least-squares slope of log miss rate against log F. Kept within 0.1 and 10; with fewer than two
-    misses to fit, 1."""
+    """The r of miss(F) proportional to F^-r, for miss rates of F = 1, 2, ...: minus the slope of
+    log miss rate against log F, kept within 0.1 and 10; with fewer than two misses, 1."""
     points = [(math.log(F), math.log(miss)) for F, miss in enumerate(miss_rates, 1) if miss > 0]
     if len(points) < 2:
         return 1.0

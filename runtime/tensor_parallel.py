@@ -43,9 +43,8 @@ def check_shardable(config: PretrainedConfig, ranks: int) -> None:
 
 def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
                  device: torch.device | str, group: dist.ProcessGroup) -> PreTrainedModel:
-    """This process's share of a checkpoint (Hub id or folder). All of `group` call this, and later
-    compute every pass together. They load in turns: host memory holds one whole model at a time.
-    Raises `UserError`."""
+    """This process's share of a checkpoint (Hub id or folder). All of `group` load in turns: host
+    memory holds one whole model at a time. Raises `UserError`."""
     for rank in range(group.size()):
         if rank == group.rank():
             model = load(path, config, dtype, "cpu")

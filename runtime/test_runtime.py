@@ -138,11 +138,10 @@ def pair(tmp_path_factory) -> list:
 # ---- the command ----
 
 WRONG = {  # a command, and what is said about it
-    "--lookahead 0": "--lookahead is 0; it must be a whole number from 1 to inf",
+    "--lookahead 0": "--lookahead is 0; it must be a whole number from 1 to 64",
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
     "--lookahead two": "--lookahead: invalid int value: 'two'",
-    "--lookahead 600": "--lookahead 600: no text has room",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
     "--fan-out 4,3,2,1,-2": "neither geometric nor uniform nor numbers", "--fan-out 4,,3": "''",
     "--fan-out even": "--fan-out even: neither geometric nor uniform nor numbers",
@@ -169,7 +168,7 @@ WRONG = {  # a command, and what is said about it
     "--target ./nowhere": "--target ./nowhere: neither a folder",
     "--target no-such/model": "no-such/model: neither a folder with a model",
     "a 'b <word>' --target ADDED --mode ar":
-        "prompt 2 of 2 holds token 2048, and the target's embedding has 0 to 2047",
+        "to 2048; the target's embedding has 0 to 2047",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
     "--target DEEPER --mode ar": "its files lack model.layers.",
     "--draft RENAMED": "different vocabularies", "--apply-chat-template": "has no chat template"}
@@ -241,7 +240,7 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
 
 @pytest.mark.parametrize("prompts, sentence", (
     ([[1], []], "prompt 2 of 2 has 0 tokens"), ([[1] * 64], "prompt 1 of 1 has 64 tokens"),
-    ([[1, 40]], "prompt 1 of 1 holds token 40"), ([[-1]], "prompt 1 of 1 holds token -1")))
+    ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1")))
 def test_prompts_made_in_python_are_checked_too(prompts, sentence):
     with pytest.raises(UserError, match=sentence):
         decoder(random_model(), mode="ar")(prompts)
