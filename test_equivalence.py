@@ -907,21 +907,45 @@ HARMLESS = {
         (Sampler, "sample", "self.probabilities(logits)",
          "torch.full_like(logits, 1 / logits.shape[-1])", *TREE),
     "a draft that mistakes the public noise":
-        (DraftWorker, "trunk_pass", "keys(self.length", "keys(self.length + 1",
+        (DraftWorker, "trunk_pass", "keys(self.length", "keys(self.length - 1",
          test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token, {}),
 }
 CONTROL = dict(temperature=0.7, downweight=0.5)
 
 
-def p_value_with(name: str, samples: int = 20_000) -> float:
-    """Mistakes about public noise are planted where it is on, and those about look-ups where these
-    are the backup."""
-    choices = CONTROL | {"public_noise": "public noise" in name,
-                         "backup": "lookup" if "look-ups" in name else "neural"}
-    with pytest.MonkeyPatch.context() as monkeypatch:
+UNCHANGED = ("the program as it is", "the program as it is, with public noise")
+
+
+def planted(monkeypatch, name: str) -> dict:
+    """Plant a mistake (none: UNCHANGED). Returns the settings that show it: mistakes about public
+    noise are planted where it is on, and those about look-ups where these are the backup."""
+    if name not in UNCHANGED:
         replace_line(monkeypatch, *(MISTAKES | HARMLESS)[name][:4])
+    return CONTROL | {"public_noise": "public noise" in name,
+                      "backup": "lookup" if "look-ups" in name else "neural"}
+
+
+def p_value_with(name: str, samples: int = 20_000) -> float:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        choices = planted(monkeypatch, name)
         texts, *_ = simulate(samples, **choices)
     return joint_p_value(texts, **CONTROL)
+
+
+def audit_with(name: str) -> tuple[float, int]:
+    """The audit's p-value (chapter 8), and of how many tokens. Of a mistake it gets four times as
+    many texts, of 7 rounds after round 0, until it finds something."""
+    for number in (100, 400, 1600, 6400, 25600) if name in MISTAKES else (6400,):
+        prompts = [PROMPT] * number
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            choices = planted(monkeypatch, name)
+            made = decoder(*exact_pair(), lookahead=K, budget=4, seed=number, **choices)
+            texts = texts_of(run_rounds(made, prompts, 7), prompts)
+        warpers = warpers_of(CONTROL["temperature"], top_k=0, top_p=1.0)
+        findings = audit_groups(exact_pair()[0], texts, warpers, batch_size=number)
+        if smallest(findings) < ALPHA:
+            break
+    return smallest(findings), findings["all"].tokens
 
 
 @slow
@@ -945,15 +969,19 @@ def test_what_is_lossless_and_yet_wrong_is_caught_elsewhere(monkeypatch, change)
 
 
 def detection_table() -> None:
-    print(f"p-value of the first three tokens of 20,000 texts, {CONTROL}; caught below {ALPHA:g}")
-    for noise in (False, True):
-        texts, *_ = simulate(20_000, public_noise=noise, **CONTROL)
-        p_value = joint_p_value(texts, **CONTROL)
-        print(f"{p_value:9.1e}  the program as it is, public noise {'on' if noise else 'off'}")
-    for title, changes in (("mistakes", MISTAKES), ("wrong, and yet lossless", HARMLESS)):
+    print(f"{CONTROL}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
+          "texts (chapter 5)\nsecond: the audit's (chapter 8), in how many tokens of longer texts: "
+          "four times as many until it is caught")
+    missed = []
+    for title, names in (("no mistake", UNCHANGED), ("mistakes", MISTAKES),
+                         ("wrong, and yet lossless", HARMLESS)):
         print(f"\n{title}")
-        for name in changes:
-            print(f"{p_value_with(name):9.1e}  {name}", flush=True)
+        for name in names:
+            p_value, tokens = audit_with(name)
+            print(f"{p_value_with(name):9.1e}{p_value:10.1e}{tokens:9,}  {name}", flush=True)
+            if name in MISTAKES and p_value >= ALPHA:
+                missed.append(name)
+    print(f"\nmistakes that the audit did not find: {'; '.join(missed) or 'none'}")
 
 
 # ---- 7. ranks: bit for bit the text of one process ----
@@ -1051,7 +1079,8 @@ RANDOM = 1952         # seeds the audit's own random numbers, which no engine sh
 NONCENTRALITY = 86    # at which the chi-square over 20 bins is below ALPHA 99 times of a hundred
 MAX_SKEWNESS = 0.25   # of a sum whose distribution three moments still describe
 PIECE = 2 ** 22       # logits that are worked on at once
-TESTS = ("bins", "pairs", "place", "argmax", "log p")
+TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
+RANGES = 16            # of token ids
 
 
 class Text(NamedTuple):
@@ -1068,6 +1097,8 @@ class Replayed(NamedTuple):
     place: torch.Tensor     # [N] in the text, from 0
     argmax: torch.Tensor    # [N, 3] is it the argmax? See `surprise`
     log_p: torch.Tensor     # [N, 3] its log-probability
+    ids: torch.Tensor       # [N, RANGES] is its id in this range? Less the probability of that
+    p_ids: torch.Tensor     # [N, RANGES] and that probability
     possible: torch.Tensor  # [N] is its probability above 0?
 
     def where(self, chosen: torch.Tensor) -> "Replayed":
@@ -1080,14 +1111,6 @@ class Finding(NamedTuple):
     impossible: int             # tokens of probability 0
     deviations: list[float]     # of "argmax" and "log p", in standard deviations
     p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
-
-    @property
-    def smallest(self) -> float:
-        """The smallest p-value, times their number (Bonferroni)."""
-        if self.impossible:
-            return 0.0
-        known = [p for p in self.p_values.values() if p == p]
-        return min(1.0, len(known) * min(known, default=1.0))
 
 
 def audit(told: Replayed) -> Finding:
@@ -1104,15 +1127,17 @@ def audit(told: Replayed) -> Finding:
         bins     u in 20 bins: 19 degrees of freedom
         pairs    u in 10 bins, for each of 10 bins of the u before it in the text
         place    u in 10 bins, for each range of places in the text: 0, 1-2, 3-6, 7-14, ...
-        argmax   how many tokens are the target's argmax; sum of p_max is expected
+        ids      how many tokens have an id in each sixteenth of the vocabulary; the sum of the
+                 probabilities is expected
+        argmax   how many tokens are the target's argmax; the sum of p_max is expected
         log p    the texts' log-likelihood; the sum of p log p over all tokens is expected
 
-    The first three are chi-square tests. Their expectations hold *given the past*, so pairs may
-    overlap: what is summed is a martingale, and only its classes (rows) of too few tokens are left
-    out. The two sums see what hides from bins, such as a special case that favours the argmax. They
-    are given in standard deviations; their p-values are two-sided, by a gamma distribution with the
-    sum's variance and skewness (Pearson's type III; the normal distribution if that is 0). A token
-    of probability 0 has p-value 0.
+    The first four are chi-square tests. Their expectations hold *given the past*, so pairs may
+    overlap: what is summed is a martingale, and only what has too few tokens is left out. The ids
+    and the two sums see what hides from bins of u, such as a special case that favours the argmax.
+    The two sums are given in standard deviations; their p-values are two-sided, by a gamma
+    distribution with the sum's variance and skewness (Pearson's type III; the normal distribution
+    if that is 0). A token of probability 0 has p-value 0.
 
     Stopping does no harm: a text may end with an end-of-sequence token or at any length, because
     whether it goes on was settled before the next token was drawn. For the same reason a *group*
@@ -1120,7 +1145,7 @@ def audit(told: Replayed) -> Finding:
     "Accepted" and "bonus" are not: accepted tokens are likelier than drawn ones, and a correct
     program would fail.
 
-    False alarms: a correct program fails with probability below 5 ALPHA = 5e-6 per group.
+    False alarms: a correct program fails with probability below 6 ALPHA = 6e-6 per group.
 
     Power: if the u of N tokens have a distribution at total-variation distance d from the uniform
     one, as the bins see it, the chi-square over bins has a non-centrality of at least 4 N d^2
@@ -1135,12 +1160,21 @@ def audit(told: Replayed) -> Finding:
     p_values = {
         "bins": evenness_given(torch.zeros_like(told.place), u, bins=20),
         "pairs": evenness_given((10 * told.previous[follows]).long(), u[follows]),
-        "place": evenness_given((told.place + 1).double().log2().long(), u)}
+        "place": evenness_given((told.place + 1).double().log2().long(), u),
+        "ids": counts_p_value(told.ids, told.p_ids)}
     deviations = []
     for name, surprises in (("argmax", told.argmax), ("log p", told.log_p)):
         deviation, p_values[name] = sum_p_value(surprises)
         deviations.append(deviation)
     return Finding(len(u), int((~told.possible).sum()), deviations, p_values)
+
+
+def smallest(findings: dict[str, Finding]) -> float:
+    """The smallest p-value of all groups and tests, times their number (Bonferroni)."""
+    if findings["all"].impossible:
+        return 0.0
+    p_values = [p for finding in findings.values() for p in finding.p_values.values()]
+    return min(1.0, len(p_values) * min(p for p in p_values if not math.isnan(p)))
 
 
 def would_have_shown(tokens: int) -> float:
@@ -1162,6 +1196,19 @@ def evenness_given(given: torch.Tensor, numbers: torch.Tensor, bins: int = 10) -
     chi_square = ((observed - expected).square() / expected).sum()
     freedom = torch.tensor(len(observed) * (bins - 1.0))
     return float(torch.special.gammaincc(freedom.double() / 2, chi_square / 2))
+
+
+def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
+    """p-value of the hypothesis that each token falls into a class with its probabilities `p`
+    `[N, classes]`; `surprises`: 1 for the class it fell into and 0 for others, less p. Directions
+    in which the counts hardly vary are left out; NaN: all are."""
+    variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
+    enough = variance >= 5
+    if not enough.any():
+        return math.nan
+    along = (surprises.sum(0) @ directions)[enough]
+    chi_square = (along.square() / variance[enough]).sum()
+    return float(torch.special.gammaincc(enough.sum().double() / 2, chi_square / 2))
 
 
 def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
@@ -1201,17 +1248,23 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
     for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
         piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
         p = warpers(None, piece).double().softmax(-1)
+        if p.isnan().any():
+            raise UserError("the target's logits are infinite or not numbers: another --dtype has "
+                            "room for larger ones")
         own = p.gather(-1, token[:, None])
         number = torch.arange(p.shape[-1], device=p.device)
         likelier = (p > own) | (p == own) & (number < token[:, None])
         uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
         is_argmax = (number == p.argmax(-1, keepdim=True)).double()
         log_p = p.clamp(min=1e-300).log()
+        ranges = number * RANGES // len(number)
+        p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
+        seen = torch.nn.functional.one_hot(ranges[token], RANGES)
         parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      own.squeeze(-1) > 0))
-    uniform, argmax, log_p, possible = (torch.cat(part).cpu() for part in zip(*parts))
+                      seen - p_ids, p_ids, own.squeeze(-1) > 0))
+    uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
     previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
-    return Replayed(uniform, previous, torch.arange(len(tokens)), argmax, log_p, possible)
+    return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
 
 
 def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
@@ -1266,6 +1319,21 @@ def members(texts: list[Text]) -> dict[str, torch.Tensor]:
     for name in sorted(set(groups) - {""}):
         chosen[name] = torch.tensor([group == name for group in groups])
     return chosen
+
+
+def texts_of(record: list, prompts: list[list[int]]) -> list[Text]:
+    """What `run_rounds` wrote; groups: "hit 2" is the third token of a round after a hit."""
+    texts = [Text(prompt, [], []) for prompt in prompts]
+    for number, (speculation, outcome) in enumerate(record):
+        drafted = speculation.tokens.tolist()
+        source = speculation.source.tolist()
+        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
+            begin = "hit" if source[row] == PRIMARY else "miss"
+            new = drafted[row][:k] + [bonus]
+            texts[row].tokens.extend(new)
+            texts[row].group.extend(f"{begin if number else 'round'} {place}"
+                                    for place in range(len(new)))
+    return texts
 
 
 def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
@@ -1407,13 +1475,13 @@ def audit_file(args: argparse.Namespace) -> bool:
 def report(findings: dict[str, Finding]) -> bool:
     """Print what was found, and what would have been; returns whether anything was."""
     width = max(map(len, findings))
-    print(f"\n{'':{width}}    tokens    bins   pairs   place        argmax         log p"
+    print(f"\n{'':{width}}    tokens    bins   pairs   place     ids        argmax         log p"
           "  bins show")
     for name, finding in findings.items():
         p = {test: p_text(finding.p_values[test]) for test in TESTS}
         argmax, log_p = (f"{deviation:+.1f}" for deviation in finding.deviations)
         print(f"{name:{width}}{finding.tokens:10,} {p['bins']:>7} {p['pairs']:>7} {p['place']:>7}"
-              f" {argmax:>5} {p['argmax']:>7} {log_p:>5} {p['log p']:>7}"
+              f" {p['ids']:>7} {argmax:>5} {p['argmax']:>7} {log_p:>5} {p['log p']:>7}"
               f"      {would_have_shown(finding.tokens):5.1%}")
     print("\np-values; argmax and log p also in standard deviations from what the target expects; "
           "-: too few tokens\nto tell; bins show: a bias from this total-variation distance on")
