@@ -304,6 +304,23 @@ def test_joining_connects_the_gpus_and_tells_the_devices():
         (devices, steps[0]), (devices, steps[1]), (devices, steps[2][:-1])]
 
 
+def type_of_share() -> str:
+    """A rank's job: the first one's GPU is older."""
+    fake_gpus()
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.get_device_capability = lambda device: (7 + device.index, 5)
+    job = Job(Settings(mode="ar"))
+    job.placement.join()
+    job.ready = lambda dtype, *_: str(dtype)
+    doubles = dict(load_sharded=lambda *given: given[2], CausalLM=lambda dtype: dtype)
+    with mock.patch.multiple("runtime.job", **doubles):
+        return job.load_target()
+
+
+def test_ranks_that_share_a_target_agree_on_its_type():
+    assert in_ranks(2, type_of_share) == ["torch.float16"] * 2
+
+
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
     load(str(TINY / "draft"), None, torch.float32, "cpu")
     assert not capsys.readouterr().err and not are_progress_bars_disabled()
@@ -325,7 +342,7 @@ def test_the_summary_says_which_lookahead_would_be_hidden(trunk, advice, capsys)
 
 def test_batches_of_a_job_share_buffers_and_graphs():
     model = CausalLM(random_model())
-    for rows, max_length, expected in ((1, 47, (1, 64)), (2, 14, (2, 64)), (1, 14, (2, 64))):
+    for rows, max_length, expected in ((1, 60, (1, 72)), (2, 14, (2, 72)), (1, 14, (2, 72))):
         model.allocate(rows, max_length, scratch=10)
         assert (model.kv.rows, model.kv.slots) == expected
     kv = model.kv
@@ -391,7 +408,6 @@ def decode_on_gpus(draft_device: str) -> list:
     texts = texts_of_rounds(made)
     for model in models:
         assert model.kv.graphs and model.forward_fn != model.forward_eager
-        assert all(width % 8 == 0 for *_, width in model.kv.graphs), "attention would pad masks"
     return texts
 
 
