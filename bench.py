@@ -388,9 +388,10 @@ def main(settings: BenchSettings) -> None:
             results += [{"sweep": "comparison"} | f for f in comparison(bench, temperature)]
     for name in SWEEPS if everything else settings.sweep:
         results += [{"sweep": name} | f for f in sweep(bench, name)]
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     machine = {"machine": platform.platform(), "torch": torch.__version__,
                "transformers": transformers.__version__,
-               "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]}
+               "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)]}
     if bench.leads:
         print(f"\n{machine}")
     if bench.leads and settings.out is not None:
