@@ -8,8 +8,8 @@ sum_k F_k = budget. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
-and the bonus token is not among the draft's top F guesses with a probability proportional to F^-r
-(Def. 11, the power law). Then the best shape is a capped geometric series (Thm. 12):
+and the bonus token is not among the draft's top F guesses with probability F^-r (Def. 11, the power
+law). A factor would not matter: the best shape is a capped geometric series (Thm. 12),
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
@@ -67,8 +67,8 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
 
     Every guess goes where it lowers the sum most. More guesses for the same k lower it less and
     less, so these are simply the largest gains of all, and the result is Theorem 12's closed form
-    wherever that is integral. The power law says nothing of F = 0; we let the first guess halve the
-    miss rate (0^-r counts as 2), so that a small budget leaves some F_k = 0, the unlikeliest first.
+    wherever that is integral. The power law says nothing of F = 0. Ours is that the first guess
+    halves the miss rate (0^-r counts as 2): a small budget leaves some F_k = 0, the unlikeliest.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
@@ -243,8 +243,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K. F guesses miss with probability F^-r / 2, none with 1; by
-    Definition 11 it is F^-r, and one guess never hits: the half is ours.
+    """p_hit of a cache of shape F_0..F_K. By Definition 11 F guesses miss with probability F^-r, so
+    a single guess would never hit. The half is ours, as in `geometric_fan_out`: F^-r / 2, none 1.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5
@@ -255,13 +255,14 @@ def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent
 
 
 def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
-                  fast_acceptance_rate: float, miss_exponent: float) -> tuple[str, float]:
-    """--backup auto, by Theorem 17: `("neural" or "lookup", b*)`. T_p = 1 and T_b = K / (K + 1) are
-    what a well chosen K gives."""
+                  random_acceptance_rate: float, miss_exponent: float,
+                  draft_pass: float) -> tuple[str, float]:
+    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: its time in
+    verifications, so that T_p = (K + 1) and T_b = K times that."""
     lookahead = len(fan_out) - 1
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(
         power_law_hit_rate(fan_out, acceptance_rate, miss_exponent), tokens, tokens,
-        expected_tokens(fast_acceptance_rate, lookahead),
-        T_p=1.0, T_neural=lookahead / (lookahead + 1), T_fast=0.0)
-    return "neural" if batch_size < b else "lookup", b
+        expected_tokens(random_acceptance_rate, lookahead),
+        T_p=(lookahead + 1) * draft_pass, T_neural=lookahead * draft_pass, T_fast=0.0)
+    return "neural" if batch_size < b else "random", b

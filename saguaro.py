@@ -296,8 +296,11 @@ def plan(settings: Settings) -> Plan:
     backup = settings.backup
     b = None
     if backup == "auto":
+        target, draft = settings.pace
+        draft_pass = draft / target if target else 1 / (settings.lookahead + 1)  # as for T_p = 1
         backup, b = choose_backup(settings.batch_size, fan_out, settings.acceptance_rate,
-                                  settings.backup_acceptance("lookup"), settings.miss_exponent)
+                                  settings.backup_acceptance("random"), settings.miss_exponent,
+                                  draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
     after_backup = shape(settings.backup_acceptance(backup))

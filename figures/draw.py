@@ -1,114 +1,124 @@
 """How the figures of `bench.py --sweep` are drawn. Lines are predicted, by Theorem 7 from what was
 counted; points are measured. `axes` are matplotlib's."""
-from collections import defaultdict
-
 import torch
 
+from cache import critical_batch_size
 from runtime.model import fit_vocabulary
 from runtime.stats import counted_miss_rates, fit_power_law
 from sampling import Sampler, residual, saguaro_distribution
 
 SSD = "#12365c"  # one colour per method
 SD = "#d1662b"
-AR = "#8c8c8c"
+GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
-COLOURS = {"SD": SD, "AR": AR, "lookup backup": OTHER, "random backup": AR, "uniform": OTHER,
-           "public noise": OTHER, "all accepted only": AR}
-DASHED = ("sampled", "budget 64")
-MIN_TOKENS = 50  # bonus tokens to which a power law is fitted
-LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (2, 2, 7, 5.8), "batch": (1, 1, 4.6, 2.9),
-           "frontier": (1, 1, 4.6, 2.9)}  # rows, columns, width and height in inches
-PANELS = {  # the figures on the axes of each panel, x and y; and what is written at each point
-    "shape": [("temperature", "hit_rate", ""), ("temperature", "tokens/s", "")],
-    "noise": [("temperature", "hit_rate", ""), ("temperature", "tokens/s", "")],
-    "downweight": [("hit_rate", "acceptance_rate", "C"), ("C", "tokens/s", "")],
-    "batch": [("batch size", "tokens/s", "")],
-    "frontier": [("tokens/s of one row", "tokens/s", "batch size")],
-    "lookahead": [("lookahead", "tokens/s", ""), ("lookahead", "T_p", "")],
-    "budget": [("budget", "hit_rate", ""), ("budget", "tokens/s", "")]}
+LIGHT = "#9db8d6"
+COLOURS = {"SD": SD} | dict.fromkeys(
+    ("random backup", "uniform", "public noise", "budget 64"), OTHER)
+MIN_MISSES = 100  # to which a power law is fitted
+LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 5.6, 3.3)}
+TITLES = {
+    "timeline": "The same text: in SSD the draft works while the target verifies",
+    "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
+    "shape": "Geometric shapes beat uniform ones after random tokens, hardly after the draft's",
+    "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
+    "residual": "Saguaro sampling at one position: the target draws what the cache holds",
+    "noise": "Not in the paper: with public noise the draft can guess random bonus tokens",
+    "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
+    "lookahead": "A longer lookahead pays until the draft takes longer than the target"}
+PANELS = {  # x and y
+    "shape": (("temperature", "hit rate, neural backup"),
+              ("temperature", "hit rate, random backup")),
+    "downweight": (("C", "hit_rate"), ("C", "acceptance_rate"), ("C", "tokens/s")),
+    "noise": (("temperature", "hit_rate"), ("temperature", "tokens/s")),
+    "batch": (("batch size", "tokens a verification"),),
+    "lookahead": (("lookahead", "tokens/s"), ("lookahead", "T_p"))}
 
 
 def figure(bench, name: str, found: list[dict]) -> None:
     import matplotlib  # here, because only sweeps need it
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    rows, columns, *inches = LAYOUTS.get(name, (1, 2, 7, 2.9))
+    rows, columns, *inches = LAYOUTS.get(name, (1, 2, 7, 3.2))
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
              "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
-             "font.sans-serif": ["DejaVu Sans"],
-             "svg.hashsalt": name}  # a fixed salt: same figures, same file
+             "font.sans-serif": ["DejaVu Sans"], "figure.titlesize": 10, "axes.titlesize": 9,
+             "svg.hashsalt": name}  # a fixed salt: same metrics, same file
     with pyplot.rc_context(style):
         drawn, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
                                       figsize=inches)
         axes = axes.flatten()
-        if name == "timeline":
-            timeline(found, axes)
-        if name == "fan-out":
-            fan_out(found, axes)
-        if name == "downweight":
-            one_position(bench, axes[2:])
+        drawn.suptitle(TITLES[name])
         for ax, panel in zip(axes, PANELS.get(name, ())):
-            draw_panel(ax, found, *panel)
-        if name in PANELS and found[0]["counted"]:
-            theorem = "Corollary 16" if name in ("batch", "frontier") else "Theorem 7"
-            drawn.suptitle(f"lines: counted, and speed by {theorem}; points: measured", fontsize=8)
+            draw_lines(ax, found, *panel)
+        if name in SPECIAL:
+            SPECIAL[name](bench, found, axes)
+        if len({f["counted"] for f in found}) == 2:
+            drawn.supxlabel("lines: predicted; points: measured", fontsize=7, color=GREY)
         drawn.savefig(f"{bench.settings.figures}/{name}.svg", metadata={"Date": None})
         pyplot.close(drawn)
 
 
-def draw_panel(ax, found: list[dict], x: str, y: str, note: str) -> None:
+def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
     """A line for each name, and the points that were measured."""
-    lines = defaultdict(list)
-    for f in found:
-        lines[f["name"], f["counted"]].append(f)
-    for (name, counted), line in lines.items():
+    found = [f for f in found if f.get(y) is not None]
+    for name in dict.fromkeys(f["name"] for f in found):
+        counted, measured = [[f for f in found if f["name"] == name and f["counted"] == is_counted]
+                             for is_counted in (True, False)]
         colour = COLOURS.get(name, SSD)
-        dashed = name in DASHED
-        predicted = counted or (name, True) not in lines  # or nothing is
-        ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, markersize=4.5,
-                marker="" if counted else "o", markerfacecolor="white" if dashed else colour,
-                linestyle=("--" if dashed else "-") if predicted else "",
-                label=name if predicted else None)
-        for f in line if predicted and note else ():
-            ax.annotate(f"{f[note]:g}", (f[x], f[y]), xytext=(5, 3), fontsize=7, color=colour,
-                        textcoords="offset points")
-    if x == "batch size":
-        ax.set_xscale("log", base=2)
-        sizes = [f[x] for f in line]
-        ax.set_xticks(sizes, map(str, sizes))
-    if y == "T_p":
-        ax.axhline(1, color=AR, linewidth=1)
-    ax.set(xlabel=x.replace("_rate", " rate"), ylabel=y.replace("_rate", " rate"), ylim=(0, None))
+        line = counted or measured
+        ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, label=name)
+        ax.plot([f[x] for f in measured], [f[y] for f in measured], "o", color=colour)
+    ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
     ax.margins(y=0.12)
-    if note == "batch size":  # so that the labels of small ones do not collide
-        ax.set(yscale="log", ylim=(10, None))
     ax.legend()
 
 
-def fan_out(found: list[dict], axes) -> None:
-    """The power law (Def. 11): how often F guesses miss the bonus token, and the fitted r."""
-    for f in found:
-        ax = axes[1 if f["name"] == "public noise" else 0]
-        temperature = f["temperature"]
-        colour = {0.0: SSD, 0.7: OTHER, 1.0: SD}[temperature]
-        miss = torch.tensor(counted_miss_rates(f["ranks"]))
-        F = torch.arange(1, len(miss) + 1)[miss > 0]
-        miss = miss[miss > 0]
-        number = int(f["ranks"].sum())
-        note = f"T = {temperature:g} ({number} tokens)"
-        if number >= MIN_TOKENS:
+# ---- what only one figure has ----
+
+def timeline(bench, found: list[dict], axes) -> None:
+    """Fig. 1: who works when, on the same devices, while the first text is written."""
+    looks = ((1, ("verify",), SSD, ""), (0, ("trunk", "step"), LIGHT, ""),
+             (0, ("backup",), "#f2c490", "////"))
+    ends = []
+    for f, ax in zip(found, axes):
+        begin = min(start for work, start, _ in f["spans"] if work in ("verify", "backup"))
+        ends.append(max(stop for work, _, stop in f["spans"] if work == "verify") - begin)
+        for lane, works, colour, hatch in looks:
+            bars = [(start - begin, stop - start) for work, start, stop in f["spans"]
+                    if work in works]
+            ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour, hatch=hatch,
+                           edgecolor="white", linewidth=0.4)
+        ax.set(yticks=[0, 1], yticklabels=["draft", "target"], ylabel=f["name"])
+        ax.set_xlim(0, 1.2 * ends[0])
+        sooner = f",\n  {ends[0] / ends[-1]:.1f} x sooner" if len(ends) == 2 else ""
+        ax.annotate(f"  {f['tokens']} tokens{sooner}", (ends[-1], 1), va="center", weight="bold")
+    axes[1].set(xlabel="seconds (light blue: ahead of the outcome; hatched: the target waits)")
+
+
+def fan_out(bench, found: list[dict], axes) -> None:
+    """Fig. 3: how often F guesses miss the bonus token; the r (Def. 11) fitted, and a factor."""
+    for source, ax in enumerate(axes):
+        for f, colour in zip(found, (SSD, LIGHT, OTHER, SD)):
+            table = f["guess_counts"][source]
+            misses = int(table[:, 1:].sum())
+            if misses < MIN_MISSES:
+                continue
+            miss = torch.tensor(counted_miss_rates(table))
+            F = torch.arange(1, len(miss) + 1)[miss > 0]
+            miss = miss[miss > 0]
             r = fit_power_law(miss.tolist())
-            scale = (miss.log() + r * F.log()).mean().exp()
-            ax.plot(F, scale * F ** -r, color=colour, linewidth=0.8)
-            note = f"T = {temperature:g}: r = {r:.2f} ({number} tokens)"
-        ax.plot(F, miss, ".", color=colour, label=note)
-        ax.set(xscale="log", yscale="log", ylim=(0.002, 1), title=f["name"], xlabel="fan-out F",
-               ylabel="share of bonus tokens not guessed")
+            factor = (miss.log() + r * F.log()).mean().exp()
+            ax.plot(F, factor * F ** -r, color=colour, linewidth=0.8)
+            ax.plot(F, miss, ".", color=colour, label=f"T = {f['temperature']:g}: {factor:.2f} "
+                    f"F^-{r:.2f} ({int(table.sum())} outcomes)")
+        ax.set(xscale="log", yscale="log", ylim=(0.004, 1), xlabel="guesses F", ylabel="miss rate",
+               title=("after a speculation of the draft", "after random tokens")[source])
         ax.legend(loc="lower left")
 
 
-def one_position(bench, axes) -> None:
-    """p, q and residual before and after C, where in the first prompt C moves most of it."""
+def residual_at_one_position(bench, found: list[dict], axes) -> None:
+    """Fig. 5, right: p, q and residual before and after C, where in the first prompt C moves most
+    of it."""
     F = 4
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
@@ -126,33 +136,38 @@ def one_position(bench, axes) -> None:
     place = (after - before).argmax()
     shown = likeliest[place]
     for ax, C, drafted, share in zip(axes, (1, C), (q, sigma), (before, after)):
-        bars = {"p": (p, SSD), "q": (drafted, SD), "residual": (residual(p, drafted), OTHER)}
+        bars = {"target's p": (p, SSD), "draft's q": (drafted, SD),
+                "residual": (residual(p, drafted), OTHER)}
         for i, (name, (heights, colour)) in enumerate(bars.items()):
             ax.bar(torch.arange(6) + 0.27 * (i - 1), heights[place, shown], 0.27, label=name,
                    color=colour)
         ax.axvspan(-0.5, F - 0.5, color="0.93", zorder=0)
         ax.set(title=f"C = {C:g}: {share[place]:.0%} of the residual is cached", ylim=(0, 1),
-               ylabel="probability (grey: cached)")
+               ylabel="probability", xlabel="next token (grey: cached)")
         ax.set_xticks(range(6), [repr(bench.job.tokenizer.decode([token])) for token in shown])
     axes[0].legend()
 
 
-def timeline(found: list[dict], axes) -> None:
-    """Fig. 1: who works when, on the same devices, while the first text is written."""
-    looks = ((1, ("verify",), None, ""), (0, ("trunk", "step"), "#9db8d6", ""),
-             (0, ("backup",), "#f2c490", "////"))
-    longest = 0.0
-    for f, ax in zip(found, axes):
-        begin = min(start for work, start, _ in f["spans"] if work in ("verify", "backup"))
-        end = max(stop for work, _, stop in f["spans"] if work == "verify")
-        longest = max(longest, end - begin)
-        for lane, works, colour, hatch in looks:
-            bars = [(start - begin, stop - start) for work, start, stop in f["spans"]
-                    if work in works]
-            ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour or COLOURS.get(f["name"], SSD),
-                           hatch=hatch, edgecolor="white", linewidth=0.4)
-        ax.annotate(f"  {f['tokens']} tokens", (end - begin, 1), va="center", weight="bold")
-        ax.set(yticks=[0, 1], yticklabels=["draft", "target"], ylabel=f["name"])
-    for ax in axes:
-        ax.set_xlim(0, 1.1 * longest)
-    axes[1].set(xlabel="seconds (light blue: ahead of the outcome; hatched: the target waits)")
+def critical_batch(bench, found: list[dict], axes) -> None:
+    """Fig. 6: b* of Theorem 17. It has one p_hit; that random tokens raise it counts here as more
+    tokens after a backup."""
+    neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
+    p = neural[0]["hit_rate"]
+    E = neural[0]["E_hit"]
+    E_fast = (random[0]["tokens_per_round"] - p * E) / (1 - p)
+    times = (neural[0]["T_p"], neural[0]["T_b"], 0.0)
+    b = critical_batch_size(p, E, neural[0]["E_miss"] or E, E_fast, *times)
+    axes[0].axvline(b, color=GREY, linestyle=":")
+    axes[0].annotate(f" b* = {b:.1f}", (b, 0.1), color=GREY)
+    sizes = [f["batch size"] for f in neural]
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_xticks(sizes, map(str, sizes))
+
+
+def T_p_is_1(bench, found: list[dict], axes) -> None:
+    axes[1].axhline(1, color=GREY, linewidth=1)
+    axes[1].annotate("T_p = 1: above, the target waits", (1, 1.03), color=GREY)
+
+
+SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": residual_at_one_position,
+           "batch": critical_batch, "lookahead": T_p_is_1}

@@ -12,8 +12,7 @@ from typing import TextIO, get_args
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
-SWEEPS = ("timeline", "fan-out", "shape", "downweight", "noise", "batch", "frontier", "lookahead",
-          "budget")
+SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "noise", "batch", "lookahead")
 
 
 class UserError(Exception):
@@ -41,8 +40,8 @@ def option(group: str, default, help: str, min: float = -math.inf, max: float = 
 def pace_option(default: tuple[float, float]):
     return option(
         "machine", default, "the least time of each decoding pass of the target and of the draft, "
-        "in milliseconds: a pass computed sooner sleeps for the rest. 73.2 10.2: latencies of a "
-        "70B target and a small draft on H100s, times four; 0 0: off", min=0, max=1e6,
+        "in milliseconds: a pass computed sooner sleeps for the rest. 75.5 8.75: latencies of "
+        "Llama 70B and 1B on H100s, times five; 0 0: off", min=0, max=1e6,
         nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
 
 
@@ -83,10 +82,10 @@ class DecodingSettings:
     backup: str = option(
         FALLBACK, "neural", "who drafts after a cache miss: neural (the draft model), lookup "
         "(prompt look-up), random (random tokens), or auto: neural below Theorem 17's batch size, "
-        "lookup above", metavar="NAME")
+        "random above; by the times of --pace, if given", metavar="NAME")
     backup_acceptance_rate: float | None = option(
         FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
-        "one, 0.2 after others", min=0, max=1)
+        "one, 0.2 after look-up, 0 after random tokens", min=0, max=1)
     dtype: str = option("machine", "auto", "auto: bfloat16 (or float16) on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option("machine", "auto", "auto: GPUs if there are any",
@@ -125,7 +124,7 @@ class DecodingSettings:
         """a after a backup of this name."""
         if self.backup_acceptance_rate is not None:
             return self.backup_acceptance_rate
-        return self.acceptance_rate if backup == "neural" else 0.2
+        return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.0)
 
 
 TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
@@ -187,7 +186,7 @@ class BenchSettings(DecodingSettings):
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option("text", 40, "tokens to generate for each prompt, exactly", min=2)
-    pace: tuple[float, float] = pace_option((73.2, 10.2))
+    pace: tuple[float, float] = pace_option((75.5, 8.75))
     quick: bool = option("bench", False, "3 prompts, 24 tokens, one seed, no choice of K")
     sweep: tuple[str, ...] = option(
         "bench", (), f"draw figures: all (with the comparison), {', '.join(SWEEPS)}", nargs="+",

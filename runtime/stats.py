@@ -23,6 +23,7 @@ class Stats:
     hits: int = 0
     hit_tokens: int = 0         # of rounds after a hit
     lookahead: int = 0
+    log: list[tuple[int, int, float]] = field(default_factory=list)  # active rows, tokens, seconds
     overlaps: bool = True       # False: one process did the work of two, so its speed says nothing
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes of both models that were as fast as --pace
@@ -42,6 +43,7 @@ class Stats:
         self.lookahead = lookahead
         self.rounds += 1
         self.row_rounds += len(rows)
+        self.log.append((len(rows), num_kept, seconds))
         for accepted, kept, hit in rows:
             self.accepted += accepted
             self.rejected += accepted < lookahead
