@@ -13,7 +13,7 @@ GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
 COLOURS = {"SD": SD} | dict.fromkeys(
-    ("random backup", "uniform", "public noise", "budget 64"), OTHER)
+    ("random backup", "uniform", "budget 64"), OTHER)
 MIN_MISSES = 100  # to which a power law is fitted
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 5.6, 3.3)}
 TITLES = {
@@ -22,22 +22,18 @@ TITLES = {
     "shape": "Geometric shapes beat uniform ones after random tokens, hardly after the draft's",
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
     "residual": "Saguaro sampling at one position: the target draws what the cache holds",
-    "noise": "Not in the paper: with public noise the draft can guess random bonus tokens",
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
     "lookahead": "A longer lookahead pays until the draft takes longer than the target"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
     "downweight": (("C", "hit_rate"), ("C", "acceptance_rate"), ("C", "tokens/s")),
-    "noise": (("temperature", "hit_rate"), ("temperature", "tokens/s")),
     "batch": (("batch size", "tokens a verification"),),
     "lookahead": (("lookahead", "tokens/s"), ("lookahead", "T_p"))}
 
 
 def figure(bench, name: str, found: list[dict]) -> None:
-    import matplotlib  # here, because only sweeps need it
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # here, because only sweeps need it
     rows, columns, *inches = LAYOUTS.get(name, (1, 2, 7, 3.2))
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
              "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
@@ -71,6 +67,9 @@ def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
     ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
     ax.margins(y=0.12)
     ax.legend()
+    if y == "T_p":
+        ax.axhline(1, color=GREY, linewidth=1)
+        ax.annotate("T_p = 1: above, the target waits", (1, 1.02), color=GREY)
 
 
 # ---- what only one figure has ----
@@ -164,10 +163,5 @@ def critical_batch(bench, found: list[dict], axes) -> None:
     axes[0].set_xticks(sizes, map(str, sizes))
 
 
-def T_p_is_1(bench, found: list[dict], axes) -> None:
-    axes[1].axhline(1, color=GREY, linewidth=1)
-    axes[1].annotate("T_p = 1: above, the target waits", (1, 1.03), color=GREY)
-
-
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": residual_at_one_position,
-           "batch": critical_batch, "lookahead": T_p_is_1}
+           "batch": critical_batch}

@@ -12,7 +12,7 @@ from typing import TextIO, get_args
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
-SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "noise", "batch", "lookahead")
+SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "lookahead")
 
 
 class UserError(Exception):
