@@ -257,8 +257,7 @@ def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent
 def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
                   random_acceptance_rate: float, miss_exponent: float,
                   draft_pass: float) -> tuple[str, float]:
-    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: its time in
-    verifications, so that T_p = (K + 1) and T_b = K times that."""
+    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: in verifications."""
     lookahead = len(fan_out) - 1
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(

@@ -117,9 +117,8 @@ class DraftWorker:
         return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2))
 
     def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
-        """Put the speculation into the KV, and find the bonus tokens that may follow: the draft's
-        guesses after k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host
-        memory."""
+        """Put the speculation into the KV. Returns the draft's n guesses of the bonus token after
+        k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host memory."""
         device = self.model.device
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)

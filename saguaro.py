@@ -309,9 +309,8 @@ def plan(settings: Settings) -> Plan:
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds of the first batch and of the last, which may have fewer rows: on GPUs
-    libraries start, and passes are captured, at their first use. Without a cache the backup
-    drafts."""
+    """Decode a few rounds of the first batch and of the last, which may have fewer rows, hits and
+    misses: on GPUs libraries start, and passes are captured, at their first use."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
     last = (len(prompts) - 1) // settings.batch_size * settings.batch_size

@@ -25,7 +25,7 @@ REPORT = (
 
 
 def visible(text: str) -> str:
-    """Control characters as escapes: a text cannot move the cursor or hide a line."""
+    """Control characters as escapes: no text moves the cursor."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
@@ -166,7 +166,7 @@ def print_times(settings: Settings, summary: dict[str, Any]) -> None:
     if T_p is not None:
         hidden = "hidden behind it"
         if round(T_p, 2) > 1:
-            fits = int(settings.lookahead - (T_p - 1) / summary["T_step"])
+            fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
             hidden = f"the target waits: --lookahead {fits} would be hidden"
             if fits < 1:
                 hidden = "the target waits: use --mode sd, or a GPU for each rank"

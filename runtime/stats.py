@@ -24,7 +24,7 @@ class Stats:
     hit_tokens: int = 0         # of rounds after a hit
     lookahead: int = 0
     log: list[tuple[int, int, float]] = field(default_factory=list)  # active rows, tokens, seconds
-    overlaps: bool = True       # False: one process did the work of two, so its speed says nothing
+    overlaps: bool = True       # False: one process did the work of two
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes of both models that were as fast as --pace
     passes: int = 0             # with a pace
@@ -68,8 +68,8 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """The statistics of `--output`; None: not seen. `acceptance_rate`: the maximum-likelihood a
-        of the paper's geometric model; T_p (a pre-speculation: trunk pass and K tree steps), T_step
-        (one of these) and T_b (a backup) in units of a verification."""
+        of the paper's geometric model; T_p (a pre-speculation: trunk pass and K tree steps) and T_b
+        (a backup) in units of a verification."""
         decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
         verify = self.mean_seconds("verify")
@@ -88,7 +88,6 @@ class Stats:
             "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
             "verifier_utilisation": ratio(sum(self.seconds_of("verify")), seconds),
             "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
-            "T_step": ratio(step, verify),
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
             "pace_kept": ratio(self.pace_kept, self.passes)} | self.draft
