@@ -1506,8 +1506,11 @@ def audit_file(args: argparse.Namespace) -> bool:
           f"{len(texts)} texts")
     if settings["temperature"] == 0:
         return report_greedy(texts, greedy_gaps(model, texts, args.batch_size))
-    warpers = warpers_of(settings["temperature"], settings.get("top_k", 0),
-                         settings.get("top_p", 1.0))
+    try:
+        warpers = warpers_of(settings["temperature"], settings.get("top_k", 0),
+                             settings.get("top_p", 1.0))
+    except (ValueError, TypeError) as problem:  # transformers', which name what is wrong
+        raise UserError(f"temperature, top-k or top-p: {first_line(problem)}") from problem
     return report(audit_groups(model, texts, warpers, args.batch_size))
 
 
@@ -1792,6 +1795,7 @@ def test_what_the_audit_cannot_read_or_guess_gets_one_sentence(target_folder, tm
     for arguments, sentence in (
             ([missing], f"{missing}: No such file"), ([path], "name --target"),
             ([path, "--target", target_folder], "name --temperature"),
+            ([path, "--target", target_folder, "--temperature", "-1"], "top-p: `temperature` (="),
             ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: ")):
         assert main(arguments) == 2
         assert sentence in capsys.readouterr().err
