@@ -28,14 +28,13 @@ from tqdm import tqdm
 from cache import PRIMARY, fan_out_shape, speedup_over_sd_bounds, throughput
 from figures import draw
 from runtime.job import Job
-from runtime.stats import (Stats, counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
-                           fit_power_law, theorem_7)
+from runtime.stats import Stats, counted_hit_rate, fit_shape, theorem_7
 from saguaro import Decoder, warm_up, workers
 
 NUM_PROMPTS = 12
 SAMPLES = 5  # of each prompt in the comparison, at temperatures above 0
 FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
-TEXTS = {"timeline": (1, 1), "fan-out": (16, 4), "shape": (16, 4), "batch": (16, 2)}
+TEXTS = {"timeline": (1, 1), "fan-out": (16, 5), "shape": (16, 5), "batch": (16, 2)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(3, 9)  # among which each line of the comparison has its best
 SLACK = 1.1  # where K is chosen: a pre-speculation may take so many times its paced passes
@@ -276,8 +275,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     points = [point for point in points_of[name]
               if point.changes.get("batch_size", 1) <= len(bench.prompts)]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
-        laws = {f["value"]: law(f) for f in bench.measure(points_of["fan-out"], texts)}
-        points = [point._replace(changes=point.changes | laws[point.value]) for point in points]
+        fits = {f["value"]: fit_shape(f["guess_counts"][PRIMARY])
+                for f in bench.measure(points_of["fan-out"], texts)}
+        points = [point._replace(changes=point.changes | fits[point.value]) for point in points]
     if not any(settings.pace):  # then nobody knows how long a pass takes, and all is measured
         points = [point._replace(counted=False) for point in points if point.counted] or points
     found = bench.measure(points, texts)
@@ -286,16 +286,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         if found:
             print_table(name, ("value", "counted", *COLUMNS), found)
         for f in found if name == "fan-out" else ():
-            a, r = law(f).values()
+            a, r = fit_shape(f["guess_counts"][PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
     return found
-
-
-def law(f: Metrics) -> dict[str, float]:
-    """The settings of Theorem 12, a and r, by the guesses for the primary's speculations."""
-    table = f["guess_counts"][PRIMARY]
-    return {"acceptance_rate": counted_acceptance_rate(table),
-            "miss_exponent": fit_power_law(counted_miss_rates(table))}
 
 
 def sweep_points(warm: float) -> dict[str, list[Point]]:

@@ -8,6 +8,8 @@ and, after each batch, the draft's report; each is broadcast to all:
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
+The paper's draft first speculates from the prompt. Ours, a departure, guesses the first token, v0.
+
 Algorithm 1                                        here
 -----------                                        ----
 verifier:    receive the speculation s^T           Decoder.speculate, called by decode

@@ -15,7 +15,7 @@ LIGHT = "#9db8d6"
 COLOURS = {"SD": SD} | dict.fromkeys(
     ("random backup", "uniform", "budget 64"), OTHER)
 MIN_MISSES = 100  # to which a power law is fitted
-LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 5.6, 3.3)}
+LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3)}
 TITLES = {
     "timeline": "The same text: in SSD the draft works while the target verifies",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
@@ -110,7 +110,7 @@ def fan_out(bench, found: list[dict], axes) -> None:
             ax.plot(F, factor * F ** -r, color=colour, linewidth=0.8)
             ax.plot(F, miss, ".", color=colour, label=f"T = {f['temperature']:g}: {factor:.2f} "
                     f"F^-{r:.2f} ({int(table.sum())} outcomes)")
-        ax.set(xscale="log", yscale="log", ylim=(0.004, 1), xlabel="guesses F", ylabel="miss rate",
+        ax.set(xscale="log", yscale="log", ylim=(0.001, 1), xlabel="guesses F", ylabel="miss rate",
                title=("after a speculation of the draft", "after random tokens")[source])
         ax.legend(loc="lower left")
 

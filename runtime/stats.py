@@ -168,3 +168,9 @@ def fit_power_law(miss_rates: list[float]) -> float:
         return 1.0
     slope = linear_regression(*zip(*points)).slope
     return min(max(-slope, 0.1), 10.0)
+
+
+def fit_shape(table: torch.Tensor) -> dict[str, float]:
+    """The settings for Theorem 12's shape, a and r."""
+    return {"acceptance_rate": counted_acceptance_rate(table),
+            "miss_exponent": fit_power_law(counted_miss_rates(table))}
