@@ -151,13 +151,13 @@ def critical_batch(bench, found: list[dict], axes) -> None:
     """Fig. 6: b* of Theorem 17. It has one p_hit; that random tokens raise it counts here as more
     tokens after a backup."""
     neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
-    p = neural[0]["hit_rate"]
-    E = neural[0]["E_hit"]
-    E_fast = (random[0]["tokens_per_round"] - p * E) / (1 - p)
-    times = (neural[0]["T_p"], neural[0]["T_b"], 0.0)
-    b = critical_batch_size(p, E, neural[0]["E_miss"] or E, E_fast, *times)
-    axes[0].axvline(b, color=GREY, linestyle=":")
-    axes[0].annotate(f" b* = {b:.1f}", (b, 0.1), color=GREY)
+    p, E, E_neural, T_p, T_b = [neural[0][name] or 0.0 for name in (
+        "hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
+    E_fast = (random[0]["tokens_per_round"] - p * E) / max(1 - p, 1e-9)
+    b = critical_batch_size(p, E, E_neural, E_fast, T_p, T_b, 0.0)
+    if 1 < b < 64:
+        axes[0].axvline(b, color=GREY, linestyle=":")
+        axes[0].annotate(f" b* = {b:.1f}", (b, 0.1), color=GREY)
     sizes = [f["batch size"] for f in neural]
     axes[0].set_xscale("log", base=2)
     axes[0].set_xticks(sizes, map(str, sizes))

@@ -85,7 +85,7 @@ class DecodingSettings:
         "random above; by the times of --pace, if given", metavar="NAME")
     backup_acceptance_rate: float | None = option(
         FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
-        "one, 0.2 after look-up, 0 after random tokens", min=0, max=1)
+        "one, 0.2 after look-up, 0.1 after random tokens", min=0, max=1)
     dtype: str = option("machine", "auto", "auto: bfloat16 (or float16) on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option("machine", "auto", "auto: GPUs if there are any",
@@ -124,7 +124,7 @@ class DecodingSettings:
         """a after a backup of this name."""
         if self.backup_acceptance_rate is not None:
             return self.backup_acceptance_rate
-        return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.0)
+        return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
 
 
 TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
