@@ -272,14 +272,15 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     settings = bench.settings
     texts = bench.texts(*TEXTS.get(name, FEW))
     points_of = sweep_points(settings.temperature or 1.0)
+    if not any(settings.pace):  # then nobody knows how long a pass takes, and all is measured
+        points_of = {figure: [point._replace(counted=False) for point in points if point.counted]
+                     or points for figure, points in points_of.items()}
     points = [point for point in points_of[name]
               if point.changes.get("batch_size", 1) <= len(bench.prompts)]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
         fits = {f["value"]: fit_shape(f["guess_counts"][PRIMARY])
                 for f in bench.measure(points_of["fan-out"], texts)}
         points = [point._replace(changes=point.changes | fits[point.value]) for point in points]
-    if not any(settings.pace):  # then nobody knows how long a pass takes, and all is measured
-        points = [point._replace(counted=False) for point in points if point.counted] or points
     found = bench.measure(points, texts)
     if bench.leads:
         draw.figure(bench, name, found)
