@@ -51,9 +51,8 @@ class DraftWorker:
 
     def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan,
                  noise: PublicNoise | None = None):
-        """`sampler` with C of Saguaro sampling; `seed` and `noise` as the target's: the uniform
-        numbers of branches and of backups are streams of their own, independent of the
-        verifier's."""
+        """`sampler` with C of Saguaro sampling; `seed` and `noise` as the target's: branches and
+        backups have random streams of their own, independent of the verifier's."""
         self.model = model
         self.sampler = sampler
         self.plan = plan

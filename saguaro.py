@@ -8,7 +8,7 @@ and, after each batch, the draft's report; each is broadcast to all:
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
-The paper's draft first speculates from the prompt. Ours, a departure, guesses the first token, v0.
+The paper's draft begins with a speculation from the prompt; ours, a departure, guesses v0.
 
 Algorithm 1                                        here
 -----------                                        ----
@@ -216,9 +216,8 @@ class Decoder:
         self.stats = Stats()
         self.target, self.speculator = workers(settings, models)
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
-        self.eos = []
-        if models.target and not settings.ignore_eos:
-            self.eos = models.target.eos_tokens
+        ends = models.target and not settings.ignore_eos
+        self.eos = models.target.eos_tokens if ends else []
         self.channel = None
         if placement and placement.world_size > 1:
             q_width = models.vocab_size if settings.temperature else 0
@@ -299,7 +298,7 @@ def plan(settings: Settings) -> Plan:
     b = None
     if backup == "auto":
         target, draft = settings.pace
-        draft_pass = draft / target if target else 1 / (settings.lookahead + 1)  # as for T_p = 1
+        draft_pass = draft / target if target else 1 / len(fan_out)  # so that T_p = 1
         backup, b = choose_backup(settings.batch_size, fan_out, settings.acceptance_rate,
                                   settings.backup_acceptance("random"), settings.miss_exponent,
                                   draft_pass)

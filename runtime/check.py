@@ -43,7 +43,7 @@ def text_limit(config: PretrainedConfig) -> float:
 
 def check_model(model: "runtime.model.CausalLM") -> None:
     """Raises `UserError` for a model that is not causal, or whose logits change with slots by more
-    than rounding explains; transformers' own decoding, token by token, shows how much that is."""
+    than with transformers' own cache, which is rounding."""
     config = model.model.config
     kind = config.model_type
     if masks_by_slot(model.model):

@@ -8,7 +8,7 @@ hides what that adds. At its first use, in a warm-up, a pass is captured for all
 texts may be longer or shorter.
 
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
-eagerly all together, for a rank that did otherwise would leave the others waiting.
+eagerly all together.
 """
 import sys
 from typing import Callable

@@ -66,7 +66,7 @@ class Job:
         group = self.placement.tp_group
         dtype = [self.dtype]
         if group:
-            dist.broadcast_object_list(dtype, 0, group)  # their GPUs may differ
+            dist.broadcast_object_list(dtype, 0, group)  # GPUs may differ
         given = (settings.target, self.target_config, *dtype, self.placement.device)
         model = load_sharded(*given, group) if group else load(*given)
         return self.ready(CausalLM(model), settings.pace[0], group)
@@ -116,7 +116,7 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
 
 
 def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
-    """Raises `UserError` unless each has a token, room for another, and ids below `vocab_size`."""
+    """Raises `UserError` for a prompt that cannot be continued."""
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:

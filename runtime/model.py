@@ -74,9 +74,9 @@ class CausalLM:
     row, `V` vocabulary."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits, by default the model's own; a draft is given its
-        target's. Embeddings are often padded differently within a family: what the draft has
-        beyond V is never proposed; what it lacks has q = 0, and is read as its last token."""
+        """`vocab_size`: the V of the logits; a draft is given its target's, because embeddings are
+        padded differently within a family. What it has beyond V is never proposed; what it lacks
+        has q = 0, and is read as its last token."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size

@@ -6,14 +6,13 @@ import math
 
 import torch
 
-# one stream each, so that their numbers are independent
 VERIFIER_STREAM, BRANCH_STREAM, BACKUP_STREAM, NOISE_STREAM = range(4)
 GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio: the step of SplitMix64
 
 
 class UniformStream:
-    """The uniform random numbers of one `stream` of a `seed` (at least 0, below 2^63). Streams and
-    seeds have nothing in common, so that runs of seeds 0, 1, 2, ... are independent."""
+    """The uniform random numbers of one `stream` of a `seed` (0 to 2^63 - 1), independent of all
+    other streams and seeds."""
 
     def __init__(self, seed: int, stream: int):
         self.key = splitmix64(splitmix64(torch.tensor(seed)) ^ stream)

@@ -87,8 +87,8 @@ class Display:
                 self.write(text, style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
-        """For each token: did its round begin with a hit, and which place has it in the round? Both
-        are settled before the token is drawn, so in each group the target's distribution holds."""
+        """For each token: did its round begin with a hit, and its place in the round. Both are
+        settled before it is drawn, so in each group the target's distribution holds."""
         if not self.groups[row]:
             return ["round 0"]
         began = "hit" if source == PRIMARY else "miss"
@@ -188,5 +188,3 @@ def print_choices(settings: Settings, summary: dict[str, Any]) -> None:
         b = summary["critical_batch_size"]
         found = f"{b:.1f} (Thm. 17)" if b is not None else "none: neural is better at every size"
         print_line("critical batch size", "", found)
-    if settings.public_noise and settings.temperature:
-        print_line("public noise", "on", "not in the paper")

@@ -64,8 +64,8 @@ class DecodingSettings:
     seed: int = option(
         "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 63 - 1)
     budget: int = option(
-        CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: none, "
-        "plain speculative decoding on the very same ranks", min=0, max=4096)
+        CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
+        "plain speculative decoding", min=0, max=4096)
     fan_out: str = option(
         CACHE, "geometric", "shape of the cache: geometric (Thm. 12), uniform, or by hand, "
         "F_0,...,F_K such as 4,3,2,1,2, whose sum is then the budget", metavar="SHAPE")
@@ -74,8 +74,8 @@ class DecodingSettings:
     miss_exponent: float = option(
         CACHE, 1.0, "r of the power law of misses (Def. 11), for the shape", min=1e-9, max=1e9)
     public_noise: bool = option(
-        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft can compute, "
-        "and so guess them; the output is distributed as without")
+        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft can compute; "
+        "the output is distributed as without")
     downweight: float = option(
         "section 4.2, Saguaro sampling", 1.0, "C (Def. 14); 1 is ordinary sampling; when greedy "
         "it does nothing", min=0, max=1, metavar="C")

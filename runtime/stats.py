@@ -23,7 +23,7 @@ class Stats:
     hits: int = 0
     hit_tokens: int = 0         # of rounds after a hit
     lookahead: int = 0
-    log: list[tuple[int, int, float]] = field(default_factory=list)  # active rows, tokens, seconds
+    log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
     overlaps: bool = True       # False: one process did the work of two
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     pace_kept: int = 0          # passes of both models that were as fast as --pace
@@ -121,22 +121,16 @@ class GuessCounts:
         """Count what became of the last round's guesses, and keep this round's: `[B, K+1, n]`, by
         k, the likeliest first; round 0's (K = 0) are not counted. The verified `text` `[B, W]`, of
         `length` `[B]`, ends with the last outcome."""
-        if guesses.shape[1] == 1:
-            self.last = None
-            return
-        if self.last:
-            self.count(*self.last, text, length)
-        self.last = guesses, source, length
-
-    def count(self, guesses: torch.Tensor, source: torch.Tensor, length_before: torch.Tensor,
-              text: torch.Tensor, length: torch.Tensor) -> None:
-        k = length - length_before - 1
-        active = k >= 0  # a finished row has not grown
-        bonus = text.gather(1, (length - 1)[:, None])
-        found = guesses[torch.arange(len(k)), k] == bonus
-        number = found.long().argmax(1).where(found.any(1), self.num_guesses)
-        index = (source[active], k[active], number[active])
-        self.table.index_put_(index, torch.tensor(1), accumulate=True)
+        last = self.last
+        self.last = (guesses, source, length) if guesses.shape[1] > 1 else None
+        if last and self.last:
+            last_guesses, last_source, last_length = last
+            k = length - last_length - 1
+            active = k >= 0  # a finished row has not grown
+            found = last_guesses[torch.arange(len(k)), k] == text.gather(1, length[:, None] - 1)
+            number = found.long().argmax(1).where(found.any(1), self.num_guesses)
+            index = (last_source[active], k[active], number[active])
+            self.table.index_put_(index, torch.tensor(1), accumulate=True)
 
 
 # ---- of such a table `[K+1, n+1]` ----

@@ -7,8 +7,8 @@ unit:
 
 so each process keeps its rows of every A ("colwise") and its columns of every B ("rowwise"), and
 one all-reduce after every B adds the parts up. The architecture's `config.base_model_tp_plan` says
-which layers these are. Layers of other known styles stay whole on every rank, which is always
-right: in these styles a layer takes and gives whole activations.
+which layers these are. Layers of other known styles take and give whole activations, and stay whole
+on every rank.
 """
 import re
 

@@ -46,8 +46,7 @@ class Pace:
     """Makes every decoding pass take at least `seconds`, as on the hardware whose latency that is:
     a pass that was computed faster sleeps for the rest. 0: off.
 
-    This assumes that a pass takes as long for one token as for hundreds, which holds on a GPU while
-    weights, not arithmetic, bound a pass."""
+    This assumes that a pass takes as long for one token as for hundreds (RESULTS.md, Method)."""
 
     def __init__(self, seconds: float = 0.0):
         self.seconds = seconds
