@@ -116,10 +116,11 @@ def test_values(values):
     for given, expected in values["cases"]:
         arguments = [as_tensor(value) for value in given]
         yours = attempt(hint, FUNCTIONS[values["function"]], *arguments, expected=expected)
-        if not isinstance(yours, tuple):
-            yours, expected = [yours], [expected]
-        for part, right in zip(yours, expected):
-            check(arguments, hint, part, right, values.get("tolerance", 1e-6))
+        hints = [f"{part} of {hint}" for part in values.get("parts", [])]
+        if not hints or not isinstance(yours, tuple):
+            hints, yours, expected = [hint], [yours], [expected]
+        for asked, part, right in zip(hints, yours, expected):
+            check(arguments, asked, part, right, values.get("tolerance", 1e-6))
 
 
 # ---- 7 and 8: the embedded draft, and two texts ----
@@ -134,6 +135,7 @@ IN_FLIGHT = Speculation(torch.randint(V, (2, 2)), torch.zeros(2, 2, 0),
 DRAFTED = IN_FLIGHT.tokens.tolist()
 GUESSED = torch.stack([torch.randperm(3), torch.randperm(3)])  # k of three branches in two rows
 SHAPES = [3, 1, 2], [1, 4, 1]  # F_0..F_K after a hit and after a backup
+OTHER_TEXT = "after another text. Where does the tree begin? Do guesses and branches correspond?"
 
 
 def plain(text: list[int], tokens: list[int] = []) -> torch.Tensor:
@@ -237,11 +239,15 @@ def test_8b(shapes, temperature, in_flight):
         for branch, (k, bonus) in enumerate(guesses):
             tokens = cached.tokens[row, branch].tolist()
             logits = plain(TEXTS[row] + drafted[:k] + [bonus], tokens)
-            if temperature:
-                says(f"row {row}, branch {branch}: q of its own; F of the cache after a hit",
-                     cached.q[row, branch], sigma(logits, shapes[PRIMARY][:-1]))
-            else:
-                says("greedy: the likeliest tokens", tokens, logits[:-1].argmax(-1))
+            name = f"row {row}, branch {branch}"
+            if not temperature:
+                says(f"{name}, greedy: the likeliest tokens", tokens, logits[:-1].argmax(-1))
+            for step, F in enumerate(shapes[PRIMARY][:-1] if temperature else []):
+                q = cached.q[row, branch, step]
+                right = sigma(logits[step].expand(10, -1), range(10))  # with F = 0..9
+                fits = [other for other in range(10) if torch.allclose(q, right[other])]
+                found = f"with F = {fits[0]}; after a hit it is {F}" if fits else OTHER_TEXT
+                says(f"{name}: the q reported of s_{step + 1} is that {found}", q, right[F])
 
 
 @pytest.mark.exercise8b
