@@ -1,31 +1,28 @@
 """Slow motion: rounds of speculative speculative decoding with real tokens, nothing overlapping.
 
-    python course/explain.py --temperature 1 --downweight 0.5 --pause
-    python course/explain.py --prompt "def f(x):" "import os" --backup lookup      (section 4.3)
+    python -m course.explain --temperature 1 --downweight 0.5 --pause
+    python -m course.explain "def f(x):" "import os"      two texts, a batch (section 4.3)
 
 What two ranks do at the same time (Algorithm 1) happens here one after the other: the paper's
 Fig. 2 with real tokens. Shown are the speculation under verification, every guessed outcome
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
-import re
-import sys
-from pathlib import Path
+from runtime.launch import launch
+from runtime.settings import ExplainSettings
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # wherever it was started
-    from runtime.launch import launch
-    from runtime.settings import ExplainSettings
     launch(ExplainSettings, "course.explain")  # parses first: torch takes seconds
+
+import re
+import sys
 
 import torch
 
-from cache import (BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, SpeculationCache,
-                   acceptance_distribution)
+from cache import BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, acceptance_distribution
 from runtime.job import Job, Models
 from runtime.model import CausalLM
 from runtime.noise import VERIFIER_STREAM, UniformStream
 from runtime.screen import Display, can_show_colours, visible
-from runtime.settings import ExplainSettings, UserError
 from runtime.stats import Stats
 from saguaro import Sequences, TakingTurns, decode, workers
 from sampling import Sampler, residual
@@ -40,18 +37,11 @@ class Narrator(Sequences):
     is told before."""
 
     def __init__(self, job: Job, models: Models):
-        """Raises `UserError` if the last branches would go beyond the context."""
         settings = job.settings
-        max_new = (settings.rounds + 1) * (settings.lookahead + 1)  # with the last branches
-        context = min(models.target.context, models.draft.context)
-        super().__init__(job.prompts, max_new, context, models.target.eos_tokens, Stats(),
-                         on_tokens=lambda *_: None)
-        if min(self.max_new) < max_new:
-            raise UserError(f"--rounds {settings.rounds} needs {max_new} tokens after the "
-                            f"prompt, and the context is {context}")
+        super().__init__(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
+                         models.context, models.target.eos_tokens, Stats(), lambda *_: None)
         self.job = job
-        self.target, self.draft = workers(
-            settings.to_settings(max_new_tokens=max_new, batch_size=len(job.prompts)), models)
+        self.target, self.draft = workers(settings.to_settings(batch_size=len(job.prompts)), models)
         self.turns = TakingTurns(self.draft)
         self.number = 0  # of the round
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
@@ -61,12 +51,11 @@ class Narrator(Sequences):
 
     def tell_all(self) -> None:
         """The prompts, F_0..F_K and the P(k) behind them, the rounds, the texts."""
-        settings = self.job.settings
         for text in self.job.texts:
             print(f"prompt\n{visible(text)}\n")
-        self.tell_fan_out(settings)
+        self.tell_fan_out(self.job.settings)
         self.turns.start(self.prompts, self.max_length)
-        decode(self.target, self.turns.speculate, self, settings.lookahead)
+        decode(self.target, self.turns.speculate, self, self.draft.lookahead)
         for text, tokens in zip(self.job.texts, self.new_tokens):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 
@@ -82,50 +71,49 @@ class Narrator(Sequences):
             self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
-        """As `Sequences.extend`, after telling the round. With the last one all rows are finished."""
+        """As `Sequences.extend`, after telling the round. The last one ends all rows."""
         if self.job.settings.pause and self.number:
             print("   Enter: the next round ", end="", flush=True)
             sys.stdin.readline()
-        self.tell(speculation, self.turns.cache, outcome)
+        self.tell(speculation, outcome)
         outcome = super().extend(speculation, outcome)
         if self.number == self.job.settings.rounds:
             outcome = outcome._replace(num_accepted=torch.full_like(outcome.bonus, FINISHED))
         self.number += 1
         return outcome
 
-    def tell(self, speculation: Speculation, cache: SpeculationCache, outcome: Outcome) -> None:
+    def tell(self, speculation: Speculation, outcome: Outcome) -> None:
         """A round, row by row: the outcomes guessed and what was prepared, then the outcome."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
-        hit = cache.look_up(outcome)[2]
+        hit = self.turns.cache.look_up(outcome)[2]
         rows = [row for row, active in enumerate(self.active) if active]
         for row in rows:
             drafted = speculation.tokens[row].tolist()
             k, bonus = (int(part[row]) for part in outcome)
             style = BOLD + (Display.CACHE if hit[row] else Display.BACKUP)
-            self.tell_title(row, drafted, int(speculation.source[row]))
-            self.tell_guesses(row, drafted, cache, (k, bonus), q[row], style)
+            title = "the target reads the prompt, the draft guesses its first token"
+            if drafted:
+                source = self.sources[speculation.source[row]]
+                title = f"verifying [ {self.words(drafted)} ]   from {source}"
+            of_row = f", row {row}" if len(self.prompts) > 1 else ""
+            self.say(f"\nround {self.number}{of_row}   {title}", BOLD)
+            self.tell_guesses(row, drafted, (k, bonus), q[row], style)
             if self.job.settings.temperature:
                 self.tell_draws(drafted, k, p[row], q[row], speculation.q[row].cpu(), uniforms[row])
             answer = "HIT, what was prepared is sent at once"
             if not hit[row]:
                 answer = f"MISS, {self.sources[BACKUP]} drafts"
             elif not hit[rows].all():
-                answer = "HIT, kept, but waits for a backup (section 4.3)"
+                answer = f"HIT, kept while {self.sources[BACKUP]} drafts (4.3)"
             self.say(f"   {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
                      f"{answer}", style)
 
-    def tell_title(self, row: int, drafted: list[int], source: int) -> None:
-        title = "the target reads the prompt, the draft guesses its first token"
-        if drafted:
-            title = f"verifying [ {self.words(drafted)} ]   from {self.sources[source]}"
-        of_row = f", row {row}" if len(self.prompts) > 1 else ""
-        self.say(f"\nround {self.number}{of_row}   {title}", BOLD)
-
-    def tell_guesses(self, row: int, drafted: list[int], cache: SpeculationCache,
-                     outcome: tuple[int, int], q: torch.Tensor, style: str) -> None:
+    def tell_guesses(self, row: int, drafted: list[int], outcome: tuple[int, int], q: torch.Tensor,
+                     style: str) -> None:
         """Every guess, and what was prepared for it; the outcome in the given style."""
+        cache = self.turns.cache
         guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
         prepared = {(k, token): f"[ {self.words(branch)} ]" for k, token, branch in guesses
                     if k != NO_OUTCOME}
