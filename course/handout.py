@@ -1,8 +1,6 @@
 """The assignment: the program with the bodies of the exercises' functions taken out.
 
-    python -m course.handout FOLDER                 all exercises (SHEET.md)
-    python -m course.handout FOLDER --only 4 8a     some, the rest is whole
-    python -m course.handout FOLDER --solutions     all of it, with the proofs: for afterwards
+    python -m course.handout FOLDER --only 4 8b       (without --only all exercises of SHEET.md)
 
 A function keeps its signature and its docstring, in which a pointer to the paper replaces the
 formula; its body becomes `raise NotImplementedError`. handout.toml lists the exercises, these
@@ -10,6 +8,7 @@ docstrings, and the files; those that would show a solution are kept back till a
 """
 import argparse
 import ast
+import re
 import shutil
 import textwrap
 import tomllib
@@ -37,6 +36,14 @@ def replaced(source: str, function: str, body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def sheet(text: str, numbers: list[str]) -> str:
+    """SHEET.md with the rows of the table, the hints and the points of these exercises alone."""
+    points = sum(EXERCISES[number]["points"] for number in numbers)
+    for other in EXERCISES.keys() - numbers:
+        text = re.sub(rf"^(\| {other} \||- {other}\.) .*\n(  .*\n)*", "", text, flags=re.MULTILINE)
+    return text.replace("100 points", f"{points} points")
+
+
 def write(folder: Path, numbers: list[str]) -> None:
     """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
     with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
@@ -55,6 +62,9 @@ def write(folder: Path, numbers: list[str]) -> None:
         file = folder / f"{EXERCISES[number]['module']}.py"
         for function in EXERCISES[number]["functions"]:
             file.write_text(replaced(file.read_text("utf-8"), function, missing(number)), "utf-8")
+    if numbers:
+        file = folder / "SHEET.md"
+        file.write_text(sheet(file.read_text("utf-8"), numbers), "utf-8")
 
 
 def main() -> None:
