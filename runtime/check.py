@@ -25,8 +25,7 @@ def context_length(config: PretrainedConfig) -> int:
 
 def text_limit(config: PretrainedConfig) -> float:
     """The longest text, in tokens, for which masks over slots say everything: every layer attends
-    to all of it (no window, no chunk), and no position embedding depends on its length (rotary
-    embeddings of type longrope do; those of type dynamic only beyond the context)."""
+    to all of it, and no position embedding depends on its length (as those of type longrope)."""
     config = config.get_text_config()
     limits = []
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -81,8 +80,8 @@ def check_model(model: "runtime.model.CausalLM") -> None:
 
 
 def masks_by_slot(model: PreTrainedModel) -> bool:
-    """Does a layer hold a causal mask `[1, 1, N, N]` of its own (GPT-Neo)? Its rows and columns are
-    slots, but the token in a scratch slot stands elsewhere in the text."""
+    """Does a layer hold a causal mask `[1, 1, N, N]` of its own (GPT-Neo)? It takes slots for
+    positions."""
     return any(buffer.shape == (1, 1, *buffer.shape[-1:] * 2) for buffer in model.buffers())
 
 
@@ -94,8 +93,7 @@ def token_by_token(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor
 
 
 def through_slots(model: "runtime.model.CausalLM", tokens: torch.Tensor) -> torch.Tensor:
-    """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`: one after a pass that leaves
-    rejected tokens behind, two more out of order in scratch slots."""
+    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))

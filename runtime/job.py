@@ -81,7 +81,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """--dtype, or by default what suits the devices of all ranks that compute the same."""
+        """--dtype, or what suits the devices of all ranks that hold the same model."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
         if not self.placement.on_gpus:

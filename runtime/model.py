@@ -109,8 +109,7 @@ class CausalLM:
                 visible: torch.Tensor, logits: bool = True) -> torch.Tensor:
         """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
         where `visible` `[B, n, slots in use]` is True. Positions beyond the longest text are
-        clamped to its end: such tokens only keep shapes static. `logits=False`, which only fills
-        the KV, gives those of the last token, and has no pace."""
+        clamped: such tokens only keep shapes static. `logits=False` only fills the KV, unpaced."""
         if self.last_token < self.vocab_size - 1:  # only of a draft
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)

@@ -55,7 +55,7 @@ def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
 
 
 def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Cut the linear layers of a whole model down to this process's share of them."""
+    """Cut the linear layers of a whole model down to this process's share."""
     def share(parameter, dimension):
         parts = parameter.data.unflatten(dimension, (group.size(), -1))
         return nn.Parameter(parts.select(dimension, group.rank()).clone())  # frees the whole
