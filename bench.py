@@ -37,7 +37,6 @@ FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a fig
 TEXTS = {"timeline": (1, 1), "fan-out": (16, 5), "shape": (16, 5), "batch": (16, 2)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(3, 9)  # among which each line of the comparison has its best
-SLACK = 1.1  # where K is chosen: a pre-speculation may take so many times its paced passes
 LARGEST = 64  # budget: so many guesses tell the hits of every smaller cache
 LINES = {  # of the comparison: changes of settings
     "AR": {"mode": "ar"},
@@ -91,8 +90,7 @@ class Bench:
         self.done = []
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
-        """Of the first prompts, `samples` of each. Each of these is 8 tokens shorter than the one
-        before, so that greedy texts differ, too."""
+        """Of the first prompts, `samples` of each, 8 tokens shorter each, so that texts differ."""
         return [prompt[:max(1, len(prompt) - 8 * sample)]
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts]]
@@ -245,11 +243,11 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 
 
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
-    """The K with which these settings are fastest by what is counted, so that the choice is the
-    same in every launch."""
+    """The K with which these settings are fastest by what is counted, so the same in every launch;
+    a pre-speculation may take a tenth longer than its passes."""
     points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
     found = bench.measure(points, bench.texts(*FEW))
-    speeds = [theorem_7(f | {"T_p": SLACK * (f["T_p"] or 0.0)}) for f in found]
+    speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}) for f in found]
     return LOOKAHEADS[speeds.index(max(speeds))]
 
 
@@ -258,11 +256,12 @@ def bounds(f: Metrics, sd: Metrics) -> str:
     less than a hit and no more than E_hit (1 + T_b)."""
     if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
         return ""
+    E_hit = f["E_hit"]
     T_b = f["T_b"] or 0.0
-    if not f["E_hit"] <= (f["E_miss"] or f["E_hit"]) <= f["E_hit"] * (1 + T_b):
+    if not E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b):
         return ""
-    return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(
-        f["hit_rate"], f["E_hit"], sd["tokens_per_round"], sd["T_b"], T_b))
+    parts = f["hit_rate"], E_hit, sd["tokens_per_round"], sd["T_b"], T_b
+    return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(*parts))
 
 
 # ---- sweeps: the figures ----
@@ -341,9 +340,8 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
 # ---- Corollary 16 against a log of H100s ----
 
 def predict() -> None:
-    """The time of a round from its parts, and as others have measured it with the authors' engine,
-    K = 7, F = 3. Their log lacks T_p and T_b: both are taken to be 8 draft passes, whatever the
-    batch; in its SD 7 passes take 12.23 ms."""
+    """The time of a round from its parts, and as measured with the authors' engine. The log lacks
+    T_p and T_b: both are taken to be 8 draft passes; in its SD 7 passes take 12.23 ms."""
     rows = json.loads((ROOT / "figures/h100.json").read_text())["rounds"]
     for f in rows:
         T = 8 / 7 * 12.23 / f["T_v"]

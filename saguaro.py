@@ -2,8 +2,8 @@
 
 In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers; any between
 hold the target together with rank 0 (tensor parallelism) and follow it. All parse the same command
-line and read the same prompts, so only data travels, in a fixed order, in messages of known size
-and, after each batch, the draft's report; each is broadcast to all:
+line and read the same prompts, so only data travels, in a fixed order and messages of known size,
+broadcast to all, and after each batch the draft's report:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
@@ -230,8 +230,8 @@ class Decoder:
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
                  ) -> list[list[int]]:
-        """The new tokens of every prompt of a batch (token ids), on rank 0; for `on_tokens` see
-        `Sequences`. Raises `UserError` for prompts that cannot be continued."""
+        """The new token ids of every prompt of a batch, on rank 0; for `on_tokens` see `Sequences`.
+        Raises `UserError` for prompts that cannot be continued."""
         context = self.models.context
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         check_prompts(prompts, context, self.models.vocab_size)

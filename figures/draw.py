@@ -1,5 +1,4 @@
-"""How the figures of `bench.py --sweep` are drawn. Lines are predicted, by Theorem 7 from what was
-counted; points are measured. `axes` are matplotlib's."""
+"""How the figures of `bench.py --sweep` are drawn. `axes` are matplotlib's."""
 import torch
 
 from cache import critical_batch_size
@@ -12,8 +11,7 @@ SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
-COLOURS = {"SD": SD} | dict.fromkeys(
-    ("random backup", "uniform", "budget 64"), OTHER)
+COLOURS = {"SD": SD} | dict.fromkeys(("random backup", "uniform", "budget 64"), OTHER)
 MIN_MISSES = 100  # to which a power law is fitted
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3)}
 TITLES = {
@@ -115,7 +113,7 @@ def fan_out(bench, found: list[dict], axes) -> None:
         ax.legend(loc="lower left")
 
 
-def residual_at_one_position(bench, found: list[dict], axes) -> None:
+def one_position(bench, found: list[dict], axes) -> None:
     """Fig. 5, right: p, q and residual before and after C, where in the first prompt C moves most
     of it."""
     F = 4
@@ -147,7 +145,7 @@ def residual_at_one_position(bench, found: list[dict], axes) -> None:
     axes[0].legend()
 
 
-def critical_batch(bench, found: list[dict], axes) -> None:
+def batch(bench, found: list[dict], axes) -> None:
     """Fig. 6: b* of Theorem 17. It has one p_hit; that random tokens raise it counts here as more
     tokens after a backup."""
     neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
@@ -163,5 +161,4 @@ def critical_batch(bench, found: list[dict], axes) -> None:
     axes[0].set_xticks(sizes, map(str, sizes))
 
 
-SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": residual_at_one_position,
-           "batch": critical_batch}
+SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch}

@@ -28,8 +28,8 @@ class CapturedGraph:
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
                  stream: torch.cuda.Stream):
-        """`pool`: memory that graphs may share, as none is replayed before the last one's output
-        was copied; those that do have one `stream`."""
+        """`pool`: memory that graphs of one `stream` share, as none is replayed before the last
+        one's output was copied."""
         self.forward = forward
         self.pool = pool
         self.stream = stream

@@ -80,7 +80,7 @@ def start_draft_rank() -> None:
 
 
 def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) -> None:
-    """Call main. Report user errors in one line; exit silently on a closed pipe."""
+    """Call main, and report user errors in one line."""
     import torch
     import torch.distributed as dist
     name = f"rank {os.environ.get('RANK', 0)}"
@@ -104,7 +104,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
                  "--batch-size, --max-new-tokens or --budget")
         if "closed by peer" not in message and "reset by peer" not in message:
             raise
-        time.sleep(2 * GRACE)  # rank 0 reports why a rank that it has started is gone
+        time.sleep(2 * GRACE)  # meanwhile `exit_with_draft` reports why
         report(f"{name} stops: another rank is gone")
         sys.exit(1)
     if dist.is_initialized():

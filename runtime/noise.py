@@ -1,7 +1,4 @@
-"""Random numbers: streams of uniform ones; public noise.
-
-All are hashes of what they belong to, so that a run is a function of its seed on every machine.
-"""
+"""Random numbers, hashes of what they belong to: streams of uniform ones; public noise."""
 import math
 
 import torch

@@ -43,7 +43,7 @@ class Placement:
             cores = len(os.sched_getaffinity(0))
         self.threads = max(1, cores // local_world_size)
         if self.device.type == "cuda" or any(settings.pace):
-            self.threads = 1  # of several one is late as soon as another program wants a core
+            self.threads = 1  # of several one is late beside any other program
         torch.set_num_threads(self.threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)

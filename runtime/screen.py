@@ -73,7 +73,7 @@ class Display:
         print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
-        """New tokens, just verified. The last is the bonus token, unless the text ends before."""
+        """New tokens, just verified. The last is the bonus token, or the text's end."""
         self.bar.update(len(new_tokens))
         self.groups[row] += self.group(row, len(new_tokens), source)
         if not self.streams:
@@ -95,7 +95,7 @@ class Display:
         return [f"{began} {place}" for place in range(num_tokens)]
 
     def end_batch(self, new_tokens: list[list[int]], eos: list[int]) -> None:
-        """Write the texts of a batch to the file, and show them if they were not streamed."""
+        """Texts go to the file, and if they were not streamed, to the screen."""
         for row, tokens in enumerate(new_tokens):
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]

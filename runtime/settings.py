@@ -31,8 +31,8 @@ FALLBACK = "section 4.3, fallback"
 
 
 def option(group: str, default, help: str, min: float = -math.inf, max: float = math.inf, **form):
-    """A field of settings, and the command line option that sets it; of a number, its range.
-    `form`: further arguments for argparse."""
+    """A field of settings, and its command line option; of a number, its range. `form`: further
+    arguments for argparse."""
     form["help"] = help
     return field(default=default, metadata=dict(group=group, range=(min, max), form=form))
 
@@ -132,7 +132,7 @@ TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (
 
 
 def value_type(f) -> type:
-    """That of the values of a field: int, float, str or bool."""
+    """int, float, str or bool."""
     return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> DecodingSettings:
-    """The command line as `kind`, checked; its docstring is what --help begins with."""
+    """The command line as `kind`, checked."""
     parser = Parser(description=kind.__doc__, allow_abbrev=False,
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     titles = dict.fromkeys(f.metadata["group"] for f in fields(kind))
