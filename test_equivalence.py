@@ -215,10 +215,10 @@ def evenness(numbers: torch.Tensor, bins: int = 64) -> float:
     return goodness_of_fit(observed, torch.full((bins,), 1 / bins, dtype=torch.float64))
 
 
-def uniforms_that_drew(tokens: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Which uniform number has drawn each token `[N]` from its distribution `[N, V]`, if the
-    likeliest tokens come first? Any of an interval as long as the token's probability; we draw one
-    of these. If the tokens came from p, such numbers are uniform and independent."""
+def integral_transform(tokens: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The randomised probability integral transform (see `audit`) of tokens `[N]` and their
+    distributions `[N, V]`: which uniform number has drawn each, if the likeliest tokens come first?
+    Any of an interval as long as the token's probability; we draw one of these."""
     p, order = p.double().sort(-1, descending=True)
     drawn = order == tokens[:, None]
     assert (p[drawn] > 0).all(), "an impossible token"
@@ -780,7 +780,7 @@ def test_the_first_three_tokens_have_exactly_the_targets_joint_distribution(choi
         for drafted_by in (PRIMARY, BACKUP):
             chosen = texts[(num_accepted[:, 0] == k) & (source == drafted_by)]
             assert len(chosen) > 100
-            numbers = uniforms_that_drew(chosen[:, k + 2], p[code(chosen[:, :k + 2])])
+            numbers = integral_transform(chosen[:, k + 2], p[code(chosen[:, :k + 2])])
             assert evenness(numbers, bins=8) > ALPHA, (k, drafted_by)
 
 
@@ -796,7 +796,7 @@ def long_text_p_value(net, sampler: Sampler, prompts: list, texts: list) -> floa
     """Were these texts drawn from the target? Replays them through it."""
     logits = [replayed(net, prompt, text) for prompt, text in zip(prompts, texts)]
     p = sampler.probabilities(torch.cat(logits))
-    return evenness(uniforms_that_drew(torch.tensor(sum(texts, [])), p), bins=8)
+    return evenness(integral_transform(torch.tensor(sum(texts, [])), p), bins=8)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=slow if n > 3 else ()) for n in range(24)])
