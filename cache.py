@@ -8,8 +8,8 @@ sum_k F_k = budget. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
-and the bonus token is not among the draft's top F guesses with probability F^-r (Def. 11, the power
-law). A factor would not matter: the best shape is a capped geometric series (Thm. 12),
+and the bonus token is not among the draft's top F guesses with probability F^-r
+(Def. 11, the power law). With it, and any factor, a capped geometric series is best (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """

@@ -1470,7 +1470,7 @@ def load_target(path: str, dtype: str, device: str):
     if dtype == "auto":
         on_gpu = device != "cpu" and torch.cuda.is_available()
         dtype = "bfloat16" if on_gpu else "float32"
-    logging.disable_progress_bar()
+    logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype),
                                                      device_map=device)
