@@ -372,11 +372,14 @@ def row_of(text: str, name: str) -> list[str]:
     return found[0]
 
 
+def launch_results() -> list[dict]:
+    return read(ROOT / "figures" / "results.json")["results"]
+
+
 def test_the_tables_of_results_are_those_of_the_launch():
     """The ratios in README.md and RESULTS.md, against figures/results.json."""
     speeds = {0: {}, 1: {}}  # by temperature and name
-    results = read(ROOT / "figures" / "results.json")["results"]
-    for result in results:
+    for result in launch_results():
         if result["sweep"] == "comparison":
             speeds[result["value"]][result["name"]] = result["tokens/s"]
     readme = (ROOT / "README.md").read_text("utf-8")
@@ -391,6 +394,36 @@ def test_the_tables_of_results_are_those_of_the_launch():
             assert row_of(results[temperature], name)[3:5] == ratios, (temperature, name)
     for name in speeds[1].keys() - speeds[0]:
         assert row_of(readme, name)[1:3] == ["", ""], "measured at temperature 1 only"
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_launch():
+    def found(sweep: str, name: str, value: float, key: str, **choices) -> str:
+        number, = [f[key] for f in launch_results()
+                   if (f["sweep"], f["name"], f["value"]) == (sweep, name, value)
+                   and (f["counted"] or sweep == "comparison")
+                   and choices.items() <= f["with"].items()]
+        return f"{number:.2f}"
+
+    def hits(shape: str, backup: str) -> str:
+        return found("shape", shape, 1, "hit_rate", backup=backup)
+
+    def bent(key: str, downweight: float) -> str:
+        return found("downweight", "budget 24", downweight, key)
+
+    def speed(backup: str, rows: int) -> str:
+        return found("batch", f"{backup} backup", rows, "tokens a verification")
+
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for sentence in (
+            f"SSD is {found('comparison', 'SSD', 0, '/ SD')} x as fast as speculative decoding and "
+            f"{found('comparison', 'SSD', 0, '/ AR')} x as fast as the target alone",
+            f"{hits('geometric', 'random')} of outcomes, uniform {hits('uniform', 'random')}",
+            f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",
+            f"hits rise from {bent('hit_rate', 1)} to {bent('hit_rate', 0)}",
+            f"falls from {bent('acceptance_rate', 1)} to {bent('acceptance_rate', 0)}",
+            f"{speed('neural', 1)} tokens a verification at batch 1 and {speed('neural', 16)} at 16",
+            f"random tokens {speed('random', 1)}"):
+        assert sentence in readme, sentence
 
 
 def test_the_readme_names_what_exists():
