@@ -335,7 +335,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
     widths = [max(map(len, column)) for column in zip(*lines)]
     print(f"\n{title}", flush=True)
     for first, *others in lines:
-        print("  ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
+        print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
 # ---- Corollary 16 against a log of H100s ----
