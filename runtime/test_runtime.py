@@ -421,7 +421,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
             f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",
             f"hits rise from {bent('hit_rate', 1)} to {bent('hit_rate', 0)}",
             f"falls from {bent('acceptance_rate', 1)} to {bent('acceptance_rate', 0)}",
-            f"{speed('neural', 1)} tokens a verification at batch 1 and {speed('neural', 16)} at 16",
+            f"{speed('neural', 1)} tokens a verification at batch 1 "
+            f"and {speed('neural', 16)} at 16",
             f"random tokens {speed('random', 1)}"):
         assert sentence in readme, sentence
 
