@@ -61,7 +61,7 @@ def decode(target: TargetWorker, speculate: Callable[[Speculation, Outcome], Spe
             return
         target.advance(outcome)
         speculation = speculate(speculation, outcome)
-        outcome = target.verify(speculation)
+        speculation, outcome = target.verify(speculation)
 
 
 def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],

@@ -27,22 +27,22 @@ class TargetWorker:
         self.watch = Stopwatch(model.device)
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
-        """Round 0: read the prompts (token ids, none empty) of texts that will have at most
-        `max_length` tokens, and verify an empty speculation. Later ones have at most `lookahead`
-        tokens."""
+        """Round 0: read the prompts of texts of at most `max_length` tokens, and verify an empty
+        speculation; later ones have at most `lookahead` tokens."""
         self.model.allocate(len(prompts), max_length, scratch=lookahead)
         self.model.prefill(prompts)
         if self.noise:
             self.noise.start(len(prompts))
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         self.last = torch.tensor([prompt[-1] for prompt in prompts])     # [B], not yet in the KV
-        outcome = self.verify(Speculation.empty(len(prompts)))
+        _, outcome = self.verify(Speculation.empty(len(prompts)))
         self.watch.read()  # times are those of decoding alone
         return outcome
 
-    def verify(self, speculation: Speculation) -> Outcome:
+    def verify(self, speculation: Speculation) -> tuple[Speculation, Outcome]:
         """One target pass over the last verified token and the K drafted ones: accept, reject, add
-        the bonus token. Raises `UserError` if logits overflow."""
+        the bonus token. Returns the speculation, its tokens now in host memory, and the outcome.
+        Raises `UserError` if logits overflow."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.watch("verify"):
@@ -58,13 +58,13 @@ class TargetWorker:
             p = self.sampler.probabilities(logits)
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms, noise_keys)
             finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
-            # The host waits for the pass once, not for each of the three.
-            verdict = torch.stack([num_accepted, bonus, finite.long()])
-            num_accepted, bonus, finite = verdict.cpu()
+            # The host waits once, not for each of these.
+            verdict = torch.stack([num_accepted, bonus, finite.long(), *drafted.T]).cpu()
+        num_accepted, bonus, finite = verdict[:3]
         if not finite.all():
             raise UserError(f"logits are infinite or not numbers in {self.model.dtype}: "
                             "--dtype float32 or bfloat16 has room for larger ones")
-        return Outcome(num_accepted, bonus)
+        return speculation._replace(tokens=verdict[3:].T), Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:
         """The accepted tokens and the bonus token join the text. Rejection needs no work: the

@@ -64,10 +64,7 @@ class Job:
         """Whole, or this rank's share of it."""
         settings = self.settings
         group = self.placement.tp_group
-        dtype = [self.dtype]
-        if group:
-            dist.broadcast_object_list(dtype, 0, group)  # GPUs may differ
-        given = (settings.target, self.target_config, *dtype, self.placement.device)
+        given = (settings.target, self.target_config, self.dtype, self.placement.device)
         model = load_sharded(*given, group) if group else load(*given)
         return self.ready(CausalLM(model), settings.pace[0], group)
 

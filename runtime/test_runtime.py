@@ -44,7 +44,7 @@ from runtime.settings import (ROOT, TINY, BenchSettings, ExplainSettings, Settin
                               parse)
 from runtime.stats import Stats
 from saguaro import Decoder
-from test_equivalence import RAGGED, decoder, greedy_reference, imitation, in_ranks, random_model
+from test_equivalence import RAGGED, decoder, imitation, in_ranks, random_model
 
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": Settings, "bench.py": BenchSettings}
@@ -87,18 +87,15 @@ def obey_in_rank(commands: list[tuple]) -> list[tuple[int, str]]:
     for port, words in commands:
         os.environ["MASTER_PORT"] = str(port)
         results.append(obey(*words))
-        if dist.is_initialized():  # the command has failed
-            dist.destroy_process_group()
     return results
 
 
-def obey_in_ranks(count: int, commands: list[tuple],
-                  job=obey_in_rank) -> list[list[tuple[int, str]]]:
+def obey_in_ranks(count: int, commands: list[tuple]) -> list[list[tuple[int, str]]]:
     """What `obey` returns in each of `count` ranks, on CPUs, command by command."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
               for _ in commands]  # where the ranks meet
     ports = [store.port for store in stores]
-    return in_ranks(count, job, list(zip(ports, commands)))
+    return in_ranks(count, obey_in_rank, list(zip(ports, commands)))
 
 
 def read(file: Path) -> dict:
@@ -141,17 +138,14 @@ WRONG = {  # a command, and what is said about it
     "--lookahead 0": "--lookahead is 0; it must be a whole number from 1 to 64",
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
-    "--lookahead two": "--lookahead: invalid int value: 'two'",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
     "--fan-out 4,3,2,1,-2": "neither geometric nor uniform nor numbers", "--fan-out 4,,3": "''",
-    "--fan-out even": "--fan-out even: neither geometric nor uniform nor numbers",
     "--mode fast": "invalid choice: 'fast'",
     "--backup fast": "--backup fast: there are neural, lookup, random and auto",
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60": "--pace: expected 2 arguments",
     "--pace 60 -1": "--pace is -1.0; it must be a number from 0 to",
-    "--pace nan 8": "--pace is nan",
     "--prompt ''": "prompt 1 of 1 has 0 tokens", "--prompt \udcff": "tokenizer cannot read the",
     "--prompt a --prompts FIELDLESS": "exclude each other",
     "a --prompt b": "--prompt: not allowed with argument TEXT",
@@ -161,10 +155,8 @@ WRONG = {  # a command, and what is said about it
     "--target ADDED --mode ar --apply-chat-template":
         "the chat template cannot read the prompts (no user here)",
     f"--target {'x' * 300}": "neither a folder with a model", "--target LOOP": "neither a folder",
-    "--target HEADLESS --mode ar": "HEADLESS: neither a folder with a model and its tokenizer",
     "--prompts HALF": "the tokenizer cannot read the prompts", "--prompts LONG": "context, 512",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
-    "--output /proc/out.jsonl": "--output '/proc/out.jsonl': ",
     "--target ./nowhere": "--target ./nowhere: neither a folder",
     "--target no-such/model": "no-such/model: neither a folder with a model",
     "a 'b <word>' --target ADDED --mode ar":
@@ -182,7 +174,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "HEADLESS"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -191,8 +183,6 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     tokenizer = folder / "RENAMED" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text("utf-8").replace("endoftext", "unheard-of"), "utf-8")
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
-    headless = folder / "HEADLESS" / "config.json"
-    headless.write_text(json.dumps(read(headless) | {"num_attention_heads": 0}))
     deeper = AutoConfig.from_pretrained(folder / "DEEPER")
     deeper.num_hidden_layers += 1
     deeper.save_pretrained(folder / "DEEPER")
@@ -244,17 +234,6 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
 def test_prompts_made_in_python_are_checked_too(prompts, sentence):
     with pytest.raises(UserError, match=sentence):
         decoder(random_model(), mode="ar")(prompts)
-
-
-def test_prompts_may_be_rows_of_an_array():
-    made = decoder(random_model(), random_model(), max_new_tokens=4)
-    assert made(torch.tensor([[1, 2]]).numpy()) == made([[1, 2]])
-
-
-def test_a_fan_out_policy_of_another_sum_is_refused(monkeypatch):
-    monkeypatch.setitem(cache.FAN_OUT_POLICIES, "uniform", lambda *_: [1, 2, 3, 4, 5])
-    error = the_error(obey("saguaro.py", "--mode", "sd", "--fan-out", "uniform"))
-    assert "[1, 2, 3, 4, 5] is not 5 numbers, F_0 to F_K, of sum 12" in error
 
 
 def test_a_backup_of_ones_own_is_a_function_and_a_line_in_a_dictionary(monkeypatch, pair):
@@ -321,79 +300,43 @@ def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkey
     assert [line.get("prompt") for line in lines] == [None, "def f(x):", "class A:"]
 
 
-def test_the_summary_names_the_pace_and_the_share_of_passes_in_time(pair, tmp_path, capsys):
-    words = [*pair, "--mode", "sd", "--max-new-tokens", 3, "--output", tmp_path / "out"]
-    status, output = obey("saguaro.py", *words, "--pace", 40, 20)
-    *_, stats = read_output(tmp_path / "out")
-    assert status == 0 and stats["seconds"] > 2 * 0.04
-    kept = f"{stats['pace_kept']:.0%}"
-    assert re.search(rf"pace kept +{kept}   of passes: target 40 ms, draft 20 ms\n", output)
-    job = Job(Settings(mode="ar", pace=(40, 0), prompt="x"))
+def test_the_summary_names_the_pace_and_the_share_of_passes_in_time(capsys):
+    job = Job(Settings(mode="ar", pace=(40, 20), prompt="x"))
     for kept in (18, 19):
         print_summary(job, Stats(pace_kept=kept, passes=20).summary())
-    warned = re.findall(r"kept +(\S+) .*\n  This machine was too slow", capsys.readouterr().out)
-    assert warned == ["90%"]
+    shown = capsys.readouterr().out
+    assert re.search(r"pace kept +95%   of passes: target 40 ms, draft 20 ms\n", shown)
+    assert re.findall(r"kept +(\S+) .*\n  This machine was too slow", shown) == ["90%"]
 
 
-def test_control_characters_of_prompts_and_texts_are_shown(capsys):
-    controls = "a\x1b[2J\x07\x9b\r\tb\n"
-    shown = "a\\x1b[2J\\x07\\x9b\\r\tb\n"
-    display = Display(Job(Settings(mode="ar", prompt=controls)))
+@pytest.mark.parametrize("prompt, text, shown", (
+    ("x", "def f(x):\n    return '🦉é' + x\n\n", "def f(x):\n    return '🦉é' + x\n\n"),
+    ("\x1b[2J", "a\x1b[2J\x07\x9b\r\tb\n", "a\\x1b[2J\\x07\\x9b\\r\tb\n")))
+def test_a_text_is_streamed_whole_characters_and_control_characters_are_shown(
+        prompt, text, shown, capsys):
+    display = Display(Job(Settings(mode="ar", prompt=prompt)))
     display.begin()
-    display.show(0, display.job.tokenizer(controls)["input_ids"], PRIMARY)
-    assert capsys.readouterr().out == f"{shown}\n----- continued -----\n{shown}"
-
-
-def test_a_text_is_streamed_and_half_a_character_waits_for_the_other_half(capsys):
-    display = Display(Job(Settings(mode="ar", prompt="x")))
-    display.begin()
-    text = "def f(x):\n    return '🦉é' + x\n\n"
     for token in display.job.tokenizer(text)["input_ids"]:
         display.show(0, [token], PRIMARY)
-    assert capsys.readouterr().out == f"x\n----- continued -----\n{text}"
-
-
-@pytest.mark.parametrize("devices, shown", ((["cuda:0", "cpu"], True), (["cpu", "cpu"], False)))
-def test_the_screen_says_which_device_each_rank_has(devices, shown, capsys):
-    job = Job(Settings(mode="ar", prompt="x"))
-    job.placement.devices = devices
-    print_summary(job, Stats().summary())
-    assert ("cuda:0, cpu" in capsys.readouterr().out) == shown
-
-
-def row_of(text: str, name: str) -> list[str]:
-    """The cells of the one row of this name in Markdown tables."""
-    found = []
-    for line in text.splitlines():
-        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        if line.startswith("|") and cells[0] == name:
-            found.append(cells)
-    assert len(found) == 1, name
-    return found[0]
+    shown_prompt = prompt.replace("\x1b", "\\x1b")
+    assert capsys.readouterr().out == f"{shown_prompt}\n----- continued -----\n{shown}"
 
 
 def launch_results() -> list[dict]:
     return read(ROOT / "figures" / "results.json")["results"]
 
 
-def test_the_tables_of_results_are_those_of_the_launch():
-    """The ratios in README.md and RESULTS.md, against figures/results.json."""
-    speeds = {0: {}, 1: {}}  # by temperature and name
-    for result in launch_results():
-        if result["sweep"] == "comparison":
-            speeds[result["value"]][result["name"]] = result["tokens/s"]
-    readme = (ROOT / "README.md").read_text("utf-8")
+def test_the_tables_of_readme_and_results_are_those_of_the_launch():
+    readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
     tables, _ = (ROOT / "RESULTS.md").read_text("utf-8").split("## Figures")
-    results = tables.split("Temperature 1:")
-    for temperature, found in speeds.items():
-        assert len(found) > 4
-        for name, speed in found.items():
-            ratios = [f"{speed / found['AR']:.2f}", f"{speed / found['SD']:.2f}"]
-            columns = slice(1, 3) if temperature == 0 else slice(3, 5)
-            assert row_of(readme, name)[columns] == ratios, (temperature, name)
-            assert row_of(results[temperature], name)[3:5] == ratios, (temperature, name)
-    for name in speeds[1].keys() - speeds[0]:
-        assert row_of(readme, name)[1:3] == ["", ""], "measured at temperature 1 only"
+    for f in launch_results():
+        if f["sweep"] == "comparison":
+            name, temperature = f["name"], int(f["value"])
+            ratios = [f"{f['/ AR']:.2f}", f"{f['/ SD']:.2f}"]
+            row = [name, str(f["lookahead"] or ""), f"{f['tokens/s']:.1f}", *ratios]
+            assert "| " + " | ".join(row) in tables.split("Temperature 1:")[temperature]
+            row = re.escape(f"\n|{name}|") + temperature * r".*\|"
+            assert re.search(row + r"\|".join(ratios), readme)
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_launch():
@@ -602,37 +545,6 @@ def test_the_draft_computes_while_the_target_verifies(pair, tmp_path):
     assert speeds[1] > 1.25 * speeds[0]
 
 
-def lose_memory_and_the_draft(commands: list[tuple]) -> list[tuple[int, str]]:
-    """A rank's job: no target fits in float16; the draft's rank exits after 20 messages."""
-    messages = itertools.count()
-    broadcast = dist.broadcast
-    to = torch.Tensor.to
-
-    def convert(*given, **options) -> torch.Tensor:
-        if options.get("dtype") == torch.float16:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ..")
-        return to(*given, **options)
-
-    if os.environ["RANK"] == "0":
-        torch.Tensor.to = convert
-    else:
-        dist.broadcast = lambda *given, **options: (
-            broadcast(*given, **options) if next(messages) < 20 else sys.exit())
-    return obey_in_rank(commands)
-
-
-@slow
-def test_under_torchrun_every_rank_reports_its_error_or_that_another_is_gone(pair):
-    (wrong, full, left), (wrong_too, alone, _) = obey_in_ranks(2, [
-        ["saguaro.py", "--draft", "./nowhere"], ["saguaro.py", *pair, "--dtype", "float16"],
-        ["saguaro.py", *pair, "--max-new-tokens", 100]], lose_memory_and_the_draft)
-    assert "./nowhere" in the_error(wrong) and "./nowhere" in the_error(wrong_too)
-    assert "rank 0 lacks memory (CUDA out of memory. Tried to allocate" in the_error(full)
-    assert full[1].endswith("--max-new-tokens or --budget\n")
-    assert alone == (1, "saguaro.py: rank 1 stops: another rank is gone\n")
-    assert left[0] == 1 and "rank 0 stops: another rank is gone\n" in left[1]
-
-
 @slow
 def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torchrun, tmp_path):
     whole, folder = torchrun
@@ -683,7 +595,6 @@ def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
                 long_factor=[1.0, 2.0, 4.0, 8.0], original_max_position_embeddings=16)
-DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="default")}
 
 
@@ -698,22 +609,14 @@ def test_a_text_beyond_a_window_or_a_change_of_rotary_embeddings_is_refused(fami
         model.allocate(1, 17, 17)
 
 
-def test_dynamic_rotary_embeddings_serve_up_to_the_context_limit():
-    model = fresh_model(rope_parameters=DYNAMIC, num_hidden_layers=2)
-    texts = decoder(model, imitation(model, 0.1), max_new_tokens=63)(RAGGED[1:2])
-    assert texts == greedy_reference(model, RAGGED[1:2], 63)
-
-
-@pytest.mark.parametrize("overflows, mode, choices", (
-    ("target", "ar", dict(temperature=0)), ("target", "ssd", dict(temperature=0)),
-    ("target", "ssd", dict(temperature=1)), ("draft", "ssd", dict(temperature=1)),
-    ("draft", "ssd", dict(temperature=1, public_noise=True))), ids=str)
-def test_logits_that_overflow_are_reported_in_one_sentence(overflows, mode, choices):
-    """Not at load time, where no probe could find it. (A greedy draft is verified as if nothing
-    was.)"""
+@pytest.mark.parametrize("overflows, choices", (
+    ("target", dict(temperature=0)), ("target", dict(temperature=1)),
+    ("draft", dict(temperature=1)), ("draft", dict(temperature=1, public_noise=True))), ids=str)
+def test_logits_that_overflow_are_reported_in_one_sentence(overflows, choices):
+    """Not at load time, where no probe could find it."""
     target = copy.deepcopy(random_model()).half()
     draft = imitation(random_model(), 0.1).half()
-    made = decoder(target, draft, mode, dtype="float16", max_new_tokens=8, **choices)
+    made = decoder(target, draft, dtype="float16", max_new_tokens=8, **choices)
     broken = target if overflows == "target" else draft
     broken.lm_head.weight.data *= 4e4
     with pytest.raises(UserError, match="float16.*--dtype float32"):
@@ -751,52 +654,6 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     assert len(set(shown)) == len(shown)
     assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
     assert {file.stem for file in tmp_path.glob("*.svg")} == set(names)
-
-
-@pytest.mark.parametrize("pace", ((0, 10), (70, 0)))
-def test_the_benchmark_refuses_half_a_pace(pace):
-    with pytest.raises(UserError, match="give both, or 0 0"):
-        BenchSettings(pace=pace)
-
-
-def test_every_sweep_tries_what_makes_sense():
-    points = importlib.import_module("bench").sweep_points(1.0)
-    assert points.keys() == set(settings.SWEEPS)
-    for point in itertools.chain(*points.values()):
-        BenchSettings().to_settings(**point.changes)
-
-
-def test_bounds_of_corollary_9_are_shown_where_it_applies():
-    """Not for another backup, nor where the target waits for the draft, nor without a cache, nor
-    where a miss is worth less than a hit, or more than a hit and its time."""
-    bounds = importlib.import_module("bench").bounds
-    sd = {"tokens_per_round": 3.0, "T_b": 0.5}
-    ssd = {"hit_rate": 0.5, "backup": "neural", "T_p": 0.9, "T_b": 0.5, "E_hit": 3.0, "E_miss": 3.0}
-    assert bounds(ssd, sd) == "1.20-1.50"
-    assert bounds(ssd | {"T_b": 1.0}, sd) == "1.00-1.50", "another K"
-    for change in ({"backup": "lookup"}, {"T_p": 1.1}, {"hit_rate": None}, {"E_miss": 2.9},
-                   {"E_miss": 4.6}):
-        assert bounds(ssd | change, sd) == ""
-
-
-@pytest.mark.parametrize("draft_pace, backup, best", (
-    (10, "neural", 8), (14, "neural", 5), (16, "neural", 5), (30, "lookup", 3), (20, "lookup", 4)))
-def test_the_benchmark_chooses_K_by_what_is_counted_and_the_pace_as_given(draft_pace, backup, best):
-    """Half of the outcomes hit; a round gives 2 + K / 4 tokens."""
-    bench = importlib.import_module("bench")
-
-    def measure(points: list, texts: int) -> list[dict]:
-        assert all(point.counted and point.changes["downweight"] == 0.5 for point in points)
-        found = []
-        for point in points:
-            settings = Settings(pace=(100, draft_pace), backup=backup, **point.changes)
-            E = 2 + point.value / 4
-            counted = {"hit_rate": 0.5, "E_hit": E, "E_miss": E}
-            found.append(bench.predicted(settings, counted, num_texts=1))
-        return found
-
-    fake = SimpleNamespace(measure=measure, texts=lambda prompts, samples: prompts * samples)
-    assert bench.best_lookahead(fake, {"downweight": 0.5}) == best
 
 
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
