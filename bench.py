@@ -32,9 +32,9 @@ from runtime.stats import Stats, counted_hit_rate, fit_shape, theorem_7
 from saguaro import Decoder, warm_up, workers
 
 NUM_PROMPTS = 12
-SAMPLES = 2  # of each prompt in the comparison, at temperatures above 0
-FEW = (NUM_PROMPTS, 1)  # prompts and samples of each, to choose K; and of a figure, except:
-TEXTS = {"timeline": (1, 1), "fan-out": (16, 3), "shape": (16, 3), "batch": (16, 1)}
+SAMPLES = 3  # of each prompt in the comparison, at temperatures above 0
+FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
+TEXTS = {"timeline": (1, 1), "fan-out": (16, 4), "shape": (16, 4), "batch": (16, 2)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(3, 9)  # among which each line of the comparison has its best
 LARGEST = 64  # budget: so many guesses tell the hits of every smaller cache
@@ -365,7 +365,7 @@ def main(settings: BenchSettings) -> None:
     if "all" in names:
         names = ("comparison", *SWEEPS)
     if bench.leads and not settings.quick:
-        minutes = sum(10 if name == "comparison" else 2 for name in names)
+        minutes = sum(17 if name == "comparison" else 2 for name in names)
         print(f"about {minutes} minutes on two quiet cores", file=sys.stderr, flush=True)
     results = []
     for name in names:
