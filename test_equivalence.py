@@ -294,8 +294,6 @@ def test_as_C_falls_the_bonus_token_moves_into_the_cache_whatever_p_is_and_accep
     assert (acceptance[0] - acceptance[-1]).mean() > 0.1
 
 
-# random numbers: SplitMix64's published value is a doctest of runtime/noise.py
-
 @pytest.mark.parametrize("warping", ({}, dict(temperature=0.7, top_k=8, top_p=0.9)), ids=str)
 def test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token(warping):
     """A draft that is the target: all it drafts is accepted, and one guess at "all accepted" is
@@ -464,8 +462,6 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
     assert set(backups) == chosen
 
 
-# what is counted on the way
-
 @pytest.mark.parametrize("a, r", ((0.9, 0.6), (0.2, 1.5)))
 def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
     """400,000 outcomes: k of 5 tokens accepted, F guesses miss with probability F^-r / 2."""
@@ -499,8 +495,6 @@ def test_the_draft_counts_which_guess_every_bonus_token_was():
     assert counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
     assert 0.2 < hits < 0.98
 
-
-# prompt look-up (section 4.3)
 
 @pytest.mark.parametrize("text, proposed", (
     ([1, 2, 3], [1, 2, 3, 1]),                   # no match: the text's beginning
@@ -889,8 +883,6 @@ HARMLESS = {
          test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token, {}),
 }
 CONTROL = dict(temperature=0.7, downweight=0.5)
-
-
 UNCHANGED = ("the program as it is", "the program as it is, with public noise")
 
 

@@ -39,8 +39,9 @@ def prepare_process() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
-    # threads that wait give their cores back sooner: twice as fast or more beside busy programs
+    # threads that wait give their cores back sooner: twice as fast beside busy programs
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    gc.set_threshold(100_000)  # or passes are late
 
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:

@@ -257,7 +257,6 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     done = []
 
     def record_group(ranks, timeout, backend):
-        assert timeout.days, "another rank may download the target meanwhile"
         done.append(f"{backend} {len(ranks)}")
         return new_group(ranks, timeout, backend)
 
