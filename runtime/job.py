@@ -78,7 +78,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """--dtype, or what suits the devices of all ranks that hold the same model."""
+        """--dtype, or what suits the device; name it if a target's GPUs differ."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
         if not self.placement.on_gpus:
