@@ -1,7 +1,7 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
-SSD pays where target and draft compute on devices of their own. So by default every pass is paced:
-it takes five times as long as on H100s (`runtime.timing.Pace`), and everything else is real. This
+SSD pays where target and draft compute on devices of their own. So by default their work is paced:
+it takes five times as long as on H100s (`runtime.timing.Stopwatch`); all else is real. This
 emulates latencies; it measures no GPU. Speed is that of decoding, without prefill.
 
 In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
@@ -145,7 +145,7 @@ class Bench:
             for decoder, batch in zip(decoders, turn):
                 for model, ms in zip(decoder.models, decoder.settings.pace):
                     if model:
-                        model.pace.seconds = ms / 1000
+                        model.watch.pace = ms / 1000
                 if batch and (self.leads or decoder.settings.mode == "ssd"):
                     decoder(batch)
                 dist.barrier()  # no rank begins while the other is still at work

@@ -24,7 +24,6 @@ from runtime.model import CausalLM, to_device
 from runtime.noise import (BACKUP_STREAM, BRANCH_STREAM, PublicNoise, UniformStream,
                            exponential_noise)
 from runtime.stats import GuessCounts
-from runtime.timing import Stopwatch
 from sampling import Sampler, point_mass
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
@@ -60,7 +59,7 @@ class DraftWorker:
         self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
         self.noise = noise
-        self.watch = Stopwatch(model.device)
+        self.watch = model.watch
         self.guess_counts = GuessCounts(plan.lookahead, min(plan.budget, model.vocab_size))
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
@@ -105,8 +104,8 @@ class DraftWorker:
             tokens = to_device(guesses.bonus, device)
         branch_tokens = []
         branch_q = []
-        for step in range(plan.lookahead):
-            with self.watch("step"):
+        with self.watch("tree"):
+            for step in range(plan.lookahead):
                 logits = tree_pass(self.model, tree, tokens, step)
                 # Sent after a hit, this token is verified at k = step, with the cache after a hit.
                 F = plan.fan_out[PRIMARY][step]
@@ -163,11 +162,11 @@ class DraftWorker:
         return SpeculationCache.empty(rows, self.lookahead, self.q_like)
 
     def report(self) -> dict[str, Any]:
-        """Since the last call: "spans" of trunk passes, tree steps and backups, see `Stopwatch`;
-        "pace", (kept, passes). For the summary: the choices made, and all counts so far."""
+        """Of the trunks, trees and backups since the last call, see `Stopwatch.read`; and for the
+        summary: the choices made, and all counts so far."""
         b = self.plan.critical_batch_size
         after_primary, after_backup = self.guess_counts.table.tolist()
-        return {"spans": self.watch.read(), "pace": self.model.pace.read(), "draft": {
+        return self.watch.read() | {"draft": {
             "fan_out": self.plan.fan_out[PRIMARY],
             "fan_out_after_backup": self.plan.fan_out[BACKUP],
             "downweight": self.sampler.downweight,

@@ -250,7 +250,7 @@ class Decoder:
             dist.broadcast_object_list(report, self.channel.draft_rank)
         self.stats.add(**report[0])
         if self.target:
-            self.stats.add(self.target.watch.read(), self.target.model.pace.read())
+            self.stats.add(**self.target.watch.read())
         return sequences.new_tokens
 
     def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:

@@ -9,7 +9,6 @@ from cache import Outcome, Speculation
 from runtime.model import CausalLM, to_device
 from runtime.noise import VERIFIER_STREAM, PublicNoise, UniformStream
 from runtime.settings import UserError
-from runtime.timing import Stopwatch
 from sampling import Sampler
 
 
@@ -24,7 +23,7 @@ class TargetWorker:
         self.sampler = sampler
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
         self.noise = noise
-        self.watch = Stopwatch(model.device)
+        self.watch = model.watch
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
         """Round 0: read the prompts of texts of at most `max_length` tokens, and verify an empty

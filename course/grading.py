@@ -199,7 +199,7 @@ def test_8a(k, bonus, hits):
     says = functools.partial(check, arguments)
     active = [row for row in range(2) if k[row] != FINISHED]
     source = [PRIMARY if row in (hits or []) else BACKUP for row in active]
-    work = [name for name, *_ in draft.watch.read()]
+    work = [name for name, *_ in draft.watch.read()["spans"]]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)
     for row, drafted_by in zip(active, source):
@@ -223,9 +223,9 @@ def test_8b(shapes, temperature, in_flight):
     budget = sum(shapes[PRIMARY])
     cached = attempt(f"8b, with a budget of {budget}", draft.pre_speculate, in_flight)
     says = functools.partial(check, in_flight)
-    work = [name for name, *_ in draft.watch.read()]
-    says("a trunk pass and K tree passes, timed; without a budget, none",
-         [work.count("trunk"), work.count("step")], [1, 2] if budget else [0, 0])
+    work = [name for name, *_ in draft.watch.read()["spans"]]
+    says("a trunk and a tree, timed; without a budget, none",
+         [work.count("trunk"), work.count("tree")], [1, 1] if budget else [0, 0])
     says("the text does not change", draft.length, LENGTH)
     candidates = worker(*shapes, temperature).trunk_pass(in_flight)
     for row, source in enumerate(in_flight.source):

@@ -111,13 +111,13 @@ guesses = Outcome(guesses.num_accepted.flip(1), guesses.bonus.flip(1))
 start = int(self.length.max()) + K
 tree = tree_layout(self.length, guesses.num_accepted, start, self.lookahead)
 tokens, all_tokens, all_q = guesses.bonus, [], []
-for step in range(self.lookahead):
-    with self.watch("step"):
+with self.watch("tree"):
+    for step in range(self.lookahead):
         logits = tree_pass(self.model, tree, tokens, step)
         u = self.uniforms[PRIMARY].draw(*tokens.shape)
         tokens, q = self.sampler.sample(logits, u, self.plan.fan_out[PRIMARY][step])
-    all_tokens.append(tokens)
-    all_q.append(q)
+        all_tokens.append(tokens)
+        all_q.append(q)
 return SpeculationCache(guesses, torch.stack(all_tokens, -1), torch.stack(all_q, -2))""",
     "saguaro.serve": """
 draft.start(prompts, max_length)
@@ -195,8 +195,8 @@ PRE_SPECULATE = (  # of exercise 8b
      "draw(tokens.shape[1]).expand(tokens.shape)"),
     ("one number for all steps", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",
      "u = u if step else self.uniforms[PRIMARY].draw(*tokens.shape)"),
-    ("the likeliest token, reported as drawn", "    all_tokens.append(tokens)",
-     "    tokens = q.argmax(-1) if q.shape[-1] else tokens\n    all_tokens.append(tokens)"),
+    ("the likeliest token, reported as drawn", "        all_tokens.append(tokens)",
+     "        tokens = q.argmax(-1) if q.shape[-1] else tokens\n        all_tokens.append(tokens)"),
     ("F of the next step", "[PRIMARY][step]", "[PRIMARY][step + 1]"),
     ("F of the last step", "[PRIMARY][step]", "[PRIMARY][step - 1]"),
     ("F after a backup", "self.plan.fan_out[PRIMARY][step]", "self.plan.fan_out[BACKUP][step]"),
@@ -221,7 +221,7 @@ PRE_SPECULATE = (  # of exercise 8b
     ("a step less", "in range(self.lookahead)", "in range(self.lookahead - 1)"),
     ("drafts without a budget", "if not sum(self.plan.fan_out[PRIMARY]):", "if False:"),
     ("joins the text at once", "start = int", "self.length = self.length + 1\nstart = int"),
-    ("nothing is timed", 'with self.watch("step"):', "if True:"))
+    ("nothing is timed", 'with self.watch("tree"):', "if True:"))
 SERVE = (  # of exercise 8c; edits of the program's own
     ("waits, and then pre-speculates", """
         cache = draft.pre_speculate(speculation)  # while the target verifies it

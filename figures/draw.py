@@ -74,7 +74,7 @@ def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
 
 def timeline(bench, found: list[dict], axes) -> None:
     """Fig. 1: who works when, on the same devices, while the first text is written."""
-    looks = ((1, ("verify",), SSD, ""), (0, ("trunk", "step"), LIGHT, ""),
+    looks = ((1, ("verify",), SSD, ""), (0, ("trunk", "tree"), LIGHT, ""),
              (0, ("backup",), "#f2c490", "////"))
     ends = []
     for f, ax in zip(found, axes):

@@ -73,7 +73,7 @@ class Job:
         """With its pace, and CUDA graphs where they serve. `group`: the ranks that share it."""
         if self.placement.on_gpus and not self.settings.eager:
             model.forward_fn = GraphRunner(model, group)
-        model.pace.seconds = milliseconds / 1000
+        model.watch.pace = milliseconds / 1000
         return model
 
     @property

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from runtime.check import check_model, context_length, text_limit
 from runtime.settings import UserError, first_line
-from runtime.timing import Pace
+from runtime.timing import Stopwatch
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
@@ -85,7 +85,7 @@ class CausalLM:
         self.dtype = model.dtype
         self.kv = KVCache(0, 0)
         self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
-        self.pace = Pace()
+        self.watch = Stopwatch(self.device)
         check_model(self)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
@@ -113,15 +113,11 @@ class CausalLM:
         if self.last_token < self.vocab_size - 1:  # only of a draft
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
-        mask.masked_fill_(~visible, -torch.inf)
+        mask = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
         if not logits:
             return self.forward_eager(tokens, positions, slots, mask, keep=1)
-        with self.pace():
-            computed = self.forward_fn(tokens, positions, slots, mask)
-            if self.pace.seconds and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        return fit_vocabulary(computed, self.vocab_size)
+        self.watch.passes += 1
+        return fit_vocabulary(self.forward_fn(tokens, positions, slots, mask), self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:

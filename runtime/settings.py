@@ -39,9 +39,9 @@ def option(group: str, default, help: str, min: float = -math.inf, max: float = 
 
 def pace_option(default: tuple[float, float]):
     return option(
-        "machine", default, "the least time of each decoding pass of the target and of the draft, "
-        "in milliseconds: a pass computed sooner sleeps for the rest. 75.5 8.75: latencies of "
-        "Llama 70B and 1B on H100s, times five; 0 0: off", min=0, max=1e6,
+        "machine", default, "the least time of a verification, and of each pass that drafts, in "
+        "milliseconds, with sampling: work done sooner sleeps for the rest. 75.5 8.75: latencies "
+        "of Llama 70B and 1B on H100s, times five; 0 0: off", min=0, max=1e6,
         nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
 
 

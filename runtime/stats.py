@@ -26,7 +26,7 @@ class Stats:
     log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
     overlaps: bool = True       # False: one process did the work of two
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
-    pace_kept: int = 0          # passes of both models that were as fast as --pace
+    pace_kept: int = 0          # passes of both models in work that kept --pace
     passes: int = 0             # with a pace
     draft: dict[str, Any] = field(default_factory=dict)  # see `DraftWorker.report`
 
@@ -68,13 +68,13 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """The statistics of `--output`; None: not seen. `acceptance_rate`: the maximum-likelihood a
-        of the paper's geometric model; T_p (a pre-speculation: trunk pass and K tree steps) and T_b
-        (a backup) in units of a verification."""
+        of the paper's geometric model; T_p (a pre-speculation: trunk and tree) and T_b (a backup)
+        in units of a verification."""
         decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
-        step = self.mean_seconds("step")
+        tree = self.mean_seconds("tree")
         seconds = self.seconds if self.overlaps else None
         return {
             "tokens": self.tokens,
@@ -87,7 +87,7 @@ class Stats:
             "E_hit": ratio(self.hit_tokens, self.hits),
             "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
             "verifier_utilisation": ratio(sum(self.seconds_of("verify")), seconds),
-            "T_p": ratio(trunk + K * step, verify) if trunk and step else None,
+            "T_p": ratio(trunk + tree, verify) if trunk and tree else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
             "pace_kept": ratio(self.pace_kept, self.passes)} | self.draft
