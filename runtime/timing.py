@@ -20,26 +20,27 @@ class Stopwatch:
         self.device = device
         self.pace = 0.0  # off
         self.marks = []  # (work, start, end)
-        self.passes = 0  # the model counts them
-        self.kept = 0    # those whose work was done in time
+        self.passes = 0  # in the work at hand; the model counts them
+        self.paced = 0   # passes in all paced work
+        self.kept = 0    # and in that which was done in time
 
     @contextmanager
     def __call__(self, work: str):
         start = self.now()
-        due = time.perf_counter()
-        before = self.passes
+        begun = time.perf_counter()
+        self.passes = 0
         yield
         if self.pace:
-            self.wait(due, self.passes - before)
+            self.wait(begun + self.passes * self.pace)
         self.marks.append((work, start, self.now()))
 
-    def wait(self, start: float, passes: int) -> None:
-        """Until so many passes may end."""
+    def wait(self, due: float) -> None:
+        """Until the work at hand may end."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        due = start + passes * self.pace
+        self.paced += self.passes
         if time.perf_counter() <= due:
-            self.kept += passes
+            self.kept += self.passes
         time.sleep(max(0.0, due - time.perf_counter() - SPIN))
         while time.perf_counter() < due:
             pass
@@ -56,10 +57,10 @@ class Stopwatch:
         """Of all work since the last reading: "spans", (work, start, end) in seconds, and "pace",
         (kept, passes)."""
         marks = self.marks
-        pace = (self.kept, self.passes if self.pace else 0)
+        pace = (self.kept, self.paced)
         self.marks = []
         self.kept = 0
-        self.passes = 0
+        self.paced = 0
         if self.device.type == "cuda":
             last = self.now()
             last.synchronize()
