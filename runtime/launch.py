@@ -33,13 +33,13 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
 
 
 def prepare_process() -> None:
-    """Ctrl-C ends every rank at once. Text is printed whatever the encoding of the output, or if it
+    """Ctrl-C ends every rank at once. Text is printed whatever the output's encoding, or if it
     is closed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
-    # threads that wait give their cores back sooner: twice as fast beside busy programs
+    # waiting threads give their cores back sooner: twice as fast beside busy programs
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.set_threshold(100_000)  # or passes are late
 

@@ -38,10 +38,11 @@ class Placement:
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
         self.tp_group = None  # of the ranks that hold the target, if there are several
-        cores = os.cpu_count() or 1
+        cores = range(os.cpu_count() or 1)
         if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        self.threads = max(1, cores // local_world_size)
+            cores = sorted(os.sched_getaffinity(0))
+        self.threads = max(1, len(cores) // local_world_size)
+        self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
         if self.device.type == "cuda" or any(settings.pace):
             self.threads = 1  # of several one is late beside any other program
         torch.set_num_threads(self.threads)
@@ -52,11 +53,13 @@ class Placement:
         """Meet the other ranks. Groups with a GPU for every rank use NCCL, others gloo."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
+            os.sched_setaffinity(0, self.cores)
         message = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
         waiting = threading.Timer(10, lambda: print(message, file=sys.stderr, flush=True))
         waiting.daemon = True
         waiting.start()
-        # one rank may wait for another that downloads 140 GB; a rank that died closes its sockets
+        # a rank may wait for one that downloads 140 GB; one that died closes its sockets
         timeout = timedelta(days=7)
         dist.init_process_group("gloo", timeout=timeout)
         waiting.cancel()

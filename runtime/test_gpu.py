@@ -251,7 +251,7 @@ def test_every_rank_finds_its_place(name, monkeypatch):
 
 def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     """A rank's job: the devices of all ranks; and what joining does: the device made current (NCCL
-    takes that one), the groups, and the messages that connect them."""
+    takes that one), or cores of its own, the groups, and the messages that connect them."""
     fake_gpus()
     new_group = dist.new_group
     done = []
@@ -262,6 +262,8 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
 
     torch.cuda.device_count = lambda: num_gpus
     torch.cuda.set_device = lambda device: done.append(str(device))
+    os.sched_getaffinity = lambda _: set(range(8))
+    os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}")
     dist.new_group = record_group
     dist.all_reduce = lambda tensor, group: done.append(f"from {tensor.device}")
     found = Placement(Settings())
@@ -269,9 +271,12 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     return found.devices, done
 
 
-def test_joining_connects_the_gpus_and_tells_the_devices():
+def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
+    cores = ["cores [0, 1, 2, 3]", "cores [4, 5, 6, 7]"]
+    assert in_ranks(2, join_with_gpus, 0) == [
+        (["cpu", "cpu"], [where, "gloo 2"]) for where in cores]
     assert in_ranks(2, join_with_gpus, 1) == [
-        (["cuda:0", "cpu"], [*current, "gloo 2"]) for current in (["cuda:0"], [])]
+        (["cuda:0", "cpu"], [where, "gloo 2"]) for where in ("cuda:0", cores[1])]
     devices = ["cuda:0", "cuda:1", "cuda:2"]
     steps = [[gpu, "nccl 3", f"from {gpu}", "nccl 2", f"from {gpu}"] for gpu in devices]
     assert in_ranks(3, join_with_gpus, 3) == [
