@@ -4,12 +4,13 @@
 A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus
 token t*. The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow
 each. Its shape is the fan-out F_0..F_K (Def. 10): F_k bonus tokens are guessed for "k accepted",
-sum_k F_k = budget. With acceptance rate a,
+sum_k F_k = budget, the paper's B. With acceptance rate a,
 
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
 and the bonus token is not among the draft's top F guesses with probability F^-r
-(Def. 11, the power law). With it, and any factor, a capped geometric series is best (Thm. 12):
+(Def. 11, a power law; in sampling.py r is the residual). With it, and any factor, a capped
+geometric series is best (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """

@@ -1,10 +1,8 @@
-"""Which models can be decoded here: found out by their configuration, and by trying them.
+"""Which models can be decoded here: by their configuration, and by trying them.
 
-What is needed is a causal model whose attention covers its whole context, and that computes the
-same through KV slots: a pass over stale slots, and a branch in scratch slots, must give the logits
-of an ordinary forward.
+A model must be causal, attend to its whole context, and compute the same through KV slots: a pass
+over stale slots, and a branch in scratch slots, must give the logits of an ordinary forward.
 """
-
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 

@@ -4,7 +4,7 @@ On a GPU a pass over few tokens is hundreds of kernels that take less time than 
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
 the same addresses every time: it is captured once and replayed. Only the number of slots that
 attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; the mask
-hides what that adds. At its first use, in a warm-up, a pass is captured for all widths, as later
+hides what that adds. At its first use, in a warm-up, a pass is captured for all widths: later
 texts may be longer or shorter.
 
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run

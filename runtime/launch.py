@@ -18,9 +18,9 @@ from typing import Callable
 
 from runtime.settings import DecodingSettings, UserError, parse
 
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each rank
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 PARENT = "SAGUARO_PARENT"  # the process that has started this rank, if that was not torchrun
-GRACE = 2  # seconds in which rank 0 may itself find the fault that has ended the draft's rank
+GRACE = 2  # seconds in which rank 0 may itself find the fault that ended the draft's rank
 
 
 def launch(kind: type[DecodingSettings], module: str) -> None:

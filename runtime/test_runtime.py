@@ -355,7 +355,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
         return found("shape", shape, 1, "hit_rate", backup=backup)
 
     def bent(key: str, downweight: float) -> str:
-        return found("downweight", "budget 24", downweight, key)
+        return found("downweight", "SSD", downweight, key)
 
     def speed(backup: str, rows: int) -> str:
         return found("batch", f"{backup} backup", rows, "tokens a verification")
