@@ -32,7 +32,7 @@ from runtime.stats import Stats, counted_hit_rate, fit_shape, theorem_7
 from saguaro import Decoder, warm_up, workers
 
 NUM_PROMPTS = 12
-SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no point measures more
+SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no paced point has more
 FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
 TEXTS = {"timeline": (1, 1)} | dict.fromkeys(("fan-out", "shape", "downweight", "batch"), (16, 6))
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size

@@ -14,7 +14,7 @@ LIGHT = "#9db8d6"
 COLOURS = {"SD": SD} | dict.fromkeys(("random backup", "uniform"), OTHER)
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3)}
 TITLES = {
-    "timeline": "One text, each at its best K: in SSD the draft works while the target verifies",
+    "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
     "shape": "Geometric shapes beat uniform ones after random tokens, hardly after the draft's",
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",

@@ -374,8 +374,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
         assert sentence in readme, sentence
 
 
-def test_the_readme_names_what_exists():
-    """Functions as `module.function` or `Class.method`, and options."""
+def test_readme_and_porting_name_what_exists():
+    """Functions as `module.function` or `Class.method`, and options; tests."""
     text = (ROOT / "README.md").read_text("utf-8")
     modules = {name: importlib.import_module(name) for name in (
         "sampling", "cache", "target_worker", "draft_worker", "saguaro")}
@@ -384,6 +384,11 @@ def test_the_readme_names_what_exists():
     assert len(names) > 20
     for owner, name in names:
         assert hasattr((modules | classes)[owner], name), f"{owner}.{name}"
+    porting = (ROOT / "PORTING.md").read_text("utf-8")
+    files = [ROOT / "test_equivalence.py", *ROOT.glob("runtime/test_*.py")]
+    tests = "".join(file.read_text("utf-8") for file in files)
+    for name in re.findall(r"`(test_\w+)`", porting):
+        assert f"def {name}(" in tests, name
     known = {f"--{field.name.replace('_', '-')}"
              for kind in (Settings, BenchSettings, ExplainSettings) for field in fields(kind)}
     foreign = {"--help", "--index-url", "--nproc-per-node", "--nnodes"}
