@@ -9,7 +9,9 @@ processes, in the order of the paper:
     5  sampled text      frequencies against the target's exact probabilities
     6  classic mistakes  each is planted, and each must be caught by the test of chapter 5
     7  ranks             bit for bit the text of one process
-    8  the audit         is a text of any engine, any model and any length distributed as it should?
+
+Texts of any length, model and engine are judged by the audit (audit/), which this file uses from
+chapter 5 on.
 
 How does one test a *distribution*? With a vocabulary of 6 there are only 6^3 = 216 texts of three
 tokens, and the target's probability of each is a product of three softmaxes. We let SSD write
@@ -36,43 +38,36 @@ target plus noise. SSD runs in one process (`saguaro.TakingTurns`), unless a tes
     python -m pytest                     all of it
     python -m pytest -m "not slow"       an edit loop
     python test_equivalence.py           the table of chapter 6
-    python test_equivalence.py FILE      the audit of FILE (--help)
+    python -m audit FILE                 the audit of FILE (--help)
 """
-import argparse
 import copy
 import inspect
 import itertools
-import json
-import math
 import os
 import random
 import sys
 import textwrap
 from functools import lru_cache
 from multiprocessing import forkserver
-from pathlib import Path
-from typing import Iterator, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from tqdm import tqdm
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
-                          LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper,
-                          TopPLogitsWarper)
-from transformers.utils import logging
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import cache
 import draft_worker
 import sampling
+from audit.evidence import ALPHA, audit_groups, evenness, smallest
+from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
 from draft_worker import DraftWorker
 from runtime.job import Models
 from runtime.model import CausalLM
 from runtime.noise import PublicNoise, UniformStream, exponential_noise
 from runtime.placement import Placement
-from runtime.settings import TINY, Settings, UserError, first_line
+from runtime.settings import Settings
 from runtime.stats import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
                            fit_power_law)
 from saguaro import Decoder, plan
@@ -80,7 +75,6 @@ from sampling import Sampler
 from target_worker import TargetWorker
 
 slow = pytest.mark.slow
-ALPHA = 1e-6
 RAGGED = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]  # prompts
 torch.set_num_threads(1)  # the models here are too small to share
 
@@ -159,6 +153,21 @@ def written(record: list) -> torch.Tensor:
         new.scatter_(1, k[:, None], bonus[:, None])
         texts.scatter_(1, length[:, None] + torch.arange(new.shape[1]), new)
         length += k + 1
+    return texts
+
+
+def texts_of(record: list, prompts: list[list[int]]) -> list[Text]:
+    """What `run_rounds` wrote; groups: "hit 2" is the third token of a round after a hit."""
+    texts = [Text(prompt, [], []) for prompt in prompts]
+    for number, (speculation, outcome) in enumerate(record):
+        drafted = speculation.tokens.tolist()
+        source = speculation.source.tolist()
+        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
+            begin = "hit" if source[row] == PRIMARY else "miss"
+            new = drafted[row][:k] + [bonus]
+            texts[row].tokens.extend(new)
+            texts[row].group.extend(f"{begin if number else 'round'} {place}"
+                                    for place in range(len(new)))
     return texts
 
 
@@ -903,7 +912,7 @@ def p_value_with(name: str, samples: int = 20_000) -> float:
 
 
 def audit_with(name: str) -> tuple[float, int]:
-    """The audit's p-value (chapter 8), and of how many tokens. Of a mistake it gets four times as
+    """The audit's p-value, and of how many tokens. Of a mistake it gets four times as
     many texts, of 7 rounds after round 0, until it finds something."""
     for number in (100, 400, 1600, 6400, 25600) if name in MISTAKES else (6400,):
         prompts = [PROMPT] * number
@@ -940,7 +949,7 @@ def test_what_is_lossless_and_yet_wrong_is_caught_elsewhere(monkeypatch, change)
 
 def detection_table() -> None:
     print(f"{CONTROL}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
-          "texts (chapter 5)\nsecond: the audit's (chapter 8), in how many tokens of longer texts: "
+          "texts (chapter 5)\nsecond: the audit's, in how many tokens of longer texts: "
           "four times as many until it is caught")
     missed = []
     for title, names in (("no mistake", UNCHANGED), ("mistakes", MISTAKES),
@@ -1043,701 +1052,5 @@ def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(coun
         assert 0 < hit_rate < 1
 
 
-# ---- 8. the audit: any engine's text ----
-
-RANDOM = 1952         # seeds the audit's own random numbers, which no engine shares
-NONCENTRALITY = 86    # at which the chi-square over 20 bins is below ALPHA 99 times of a hundred
-MAX_SKEWNESS = 0.25   # of a sum whose distribution three moments still describe
-PIECE = 2 ** 22       # logits that are worked on at once
-TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
-RANGES = 16            # of token ids
-
-
-class Text(NamedTuple):
-    """A line of the file: token ids, and the group of every new token."""
-    prompt: list[int]
-    tokens: list[int]
-    group: list[str]
-
-
-class Replayed(NamedTuple):
-    """What the target says of every token of the texts, `[N]`, given all that precedes it."""
-    uniform: torch.Tensor   # [N] in (0, 1): see `audit`
-    previous: torch.Tensor  # [N] that of the token before; -1: it is the text's first
-    place: torch.Tensor     # [N] in the text, from 0
-    argmax: torch.Tensor    # [N, 3] is it the argmax? See `surprise`
-    log_p: torch.Tensor     # [N, 3] its log-probability
-    ids: torch.Tensor       # [N, RANGES] is its id in this range? Less the probability of that
-    p_ids: torch.Tensor     # [N, RANGES] and that probability
-    possible: torch.Tensor  # [N] is its probability above 0?
-
-    def where(self, chosen: torch.Tensor) -> "Replayed":
-        return Replayed(*(part[chosen] for part in self))
-
-
-class Finding(NamedTuple):
-    """Of the texts, or of a group of their tokens."""
-    tokens: int
-    impossible: int             # tokens of probability 0
-    deviations: list[float]     # of "argmax" and "log p", in standard deviations
-    nats: float                 # log-probability of a token, on average, less what is expected
-    p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
-
-
-def audit(told: Replayed) -> Finding:
-    """Were these texts written by the target? (Rosenblatt 1952; Smith 1985; for discrete
-    distributions Brockwell 2007.)
-
-    Lay a token's distribution p out on a line of length 1, the likeliest token first: each token
-    has an interval as long as its probability. Draw u at random from the interval of the token
-    that was written. If the token was drawn from p, then u is uniform on (0, 1), whatever p was,
-    and so whatever came before: the u of a text are uniform and independent. And only then: if u
-    is uniform given all before it, it falls into each interval with just its probability. So one
-    question is left, for any vocabulary and any length: are these numbers uniform and independent?
-
-        bins     u in 20 bins: 19 degrees of freedom
-        pairs    u in 10 bins, for each of 10 bins of the u before it in the text
-        place    u in 10 bins, for each range of places in the text: 0, 1-2, 3-6, 7-14, ...
-        ids      how many tokens have an id in each sixteenth of the vocabulary; the sum of the
-                 probabilities is expected
-        argmax   how many tokens are the target's argmax; the sum of p_max is expected
-        log p    the texts' log-likelihood; the sum of p log p over all tokens is expected
-
-    The first four are chi-square tests. Their expectations hold *given the past*, so pairs may
-    overlap: what is summed is a martingale, and only what has too few tokens is left out. The ids
-    and the two sums see what hides from bins of u, such as a special case that favours the argmax.
-    The two sums are given in standard deviations; their p-values are two-sided, by a gamma
-    distribution with the sum's variance and skewness (Pearson's type III; the normal distribution
-    if that is 0). A token of probability 0 has p-value 0.
-
-    Stopping does no harm: a text may end with an end-of-sequence token or at any length, because
-    whether it goes on was settled before the next token was drawn. For the same reason a *group*
-    must be settled before its token is drawn ("the round began with a miss", "third of its round").
-    "Accepted" and "bonus" are not: accepted tokens are likelier than drawn ones, and a correct
-    program would fail.
-
-    False alarms: a correct program fails with probability below 6 ALPHA = 6e-6 per group.
-
-    Power: if the u of N tokens have a distribution at total-variation distance d from the uniform
-    one, as the bins see it, the chi-square over bins has a non-centrality of at least 4 N d^2
-    (Cauchy-Schwarz). At 86 it is significant 99 times of a hundred, so what would have shown is
-
-        d = sqrt(86 / (4 N)):   4.6% for 10,000 tokens, 1.5% for 100,000, 0.5% for a million.
-
-    Biases that cancel, token against token, may hide from the bins.
-    """
-    u = told.uniform
-    follows = told.place > 0
-    p_values = {
-        "bins": evenness(u, bins=20),
-        "pairs": evenness(u[follows], given=(10 * told.previous[follows]).long()),
-        "place": evenness(u, given=(told.place + 1).double().log2().long()),
-        "ids": counts_p_value(told.ids, told.p_ids)}
-    deviations = []
-    for name, surprises in (("argmax", told.argmax), ("log p", told.log_p)):
-        deviation, p_values[name] = sum_p_value(surprises)
-        deviations.append(deviation)
-    nats = float(told.log_p[:, 0].mean())
-    return Finding(len(u), int((~told.possible).sum()), deviations, nats, p_values)
-
-
-def smallest(findings: dict[str, Finding]) -> float:
-    """The smallest p-value of all groups and tests, times their number (Bonferroni)."""
-    if findings["all"].impossible:
-        return 0.0
-    p_values = [p for finding in findings.values() for p in finding.p_values.values()]
-    known = [p for p in p_values if not math.isnan(p)]
-    return min(1.0, len(known) * min(known, default=1.0))
-
-
-def would_have_shown(tokens: int) -> float:
-    """The smallest bias in total variation that so many tokens show: see `audit`."""
-    return min(1.0, (NONCENTRALITY / 4 / tokens) ** 0.5)
-
-
-def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 0) -> float:
-    """p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their class
-    `given` `[N]` (0, 1, ...). Classes with fewer than 5 expected in a bin are left out; NaN: all
-    are."""
-    cell = given * bins + (numbers * bins).long().clamp(max=bins - 1)
-    observed = torch.bincount(cell)
-    observed = torch.nn.functional.pad(observed, (0, -len(observed) % bins)).view(-1, bins)
-    observed = observed[observed.sum(1) >= 5 * bins].double()
-    if not len(observed):
-        return math.nan
-    expected = observed.mean(1, keepdim=True)
-    chi_square = ((observed - expected).square() / expected).sum()
-    freedom = torch.tensor(len(observed) * (bins - 1.0))
-    return float(torch.special.gammaincc(freedom.double() / 2, chi_square / 2))
-
-
-def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
-    """p-value of the hypothesis that each token falls into a class with its probabilities `p`
-    `[N, classes]`; `surprises`: 1 for the class it fell into and 0 for others, less p. Directions
-    in which the counts hardly vary are left out; NaN: all are."""
-    variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
-    enough = variance >= 5
-    if not enough.any():
-        return math.nan
-    along = (surprises.sum(0) @ directions)[enough]
-    chi_square = (along.square() / variance[enough]).sum()
-    return float(torch.special.gammaincc(enough.sum().double() / 2, chi_square / 2))
-
-
-def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
-    """How far a sum `[N, 3]` (see `surprise`) is from its expectation, in standard deviations, and
-    its two-sided p-value; NaN: it varies too little to tell."""
-    total, variance, third = surprises.sum(0).tolist()
-    if variance <= 0:
-        return math.nan, math.nan
-    deviation = total / variance ** 0.5
-    skewness = third / variance ** 1.5
-    if abs(skewness) > MAX_SKEWNESS:
-        return deviation, math.nan
-    shape = 4 / max(skewness ** 2, 1e-6)  # 1e-6: as good as normal
-    along = math.copysign(deviation, deviation * skewness)
-    quantile = max(0.0, shape + along * shape ** 0.5)
-    gamma = [torch.tensor(number, dtype=torch.float64) for number in (shape, quantile)]
-    above = float(torch.special.gammaincc(*gamma))
-    below = float(torch.special.gammainc(*gamma))
-    return deviation, min(1.0, 2 * min(above, below))
-
-
-def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a function of the token, `value` `[T, V]`: its value for the tokens `[T]` that were
-    written, less its expectation under p `[T, V]`; its variance; its third central moment:
-    `[T, 3]`."""
-    centred = value - (p * value).sum(-1, keepdim=True)
-    seen = centred.gather(-1, tokens[:, None]).squeeze(-1)
-    return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
-
-
-def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorList,
-           within: torch.Tensor) -> Replayed:
-    """A text's tokens `[T]` against the target's logits before them, `[T, V]`; `within` `[T]`,
-    uniform in (0, 1), chooses a place in each token's interval. In host memory."""
-    parts = []
-    rows = max(1, PIECE // logits.shape[-1])
-    for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
-        piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
-        p = warpers(None, piece).double().softmax(-1)
-        if p.isnan().any():
-            raise UserError("the target's logits are infinite or not numbers: another --dtype has "
-                            "room for larger ones")
-        own = p.gather(-1, token[:, None])
-        number = torch.arange(p.shape[-1], device=p.device)
-        likelier = (p > own) | (p == own) & (number < token[:, None])
-        uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
-        is_argmax = (number == p.argmax(-1, keepdim=True)).double()
-        log_p = p.clamp(min=1e-300).log()
-        ranges = number * RANGES // len(number)
-        p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
-        seen = torch.nn.functional.one_hot(ranges[token], RANGES)
-        parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      seen - p_ids, p_ids, own.squeeze(-1) > 0))
-    uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
-    previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
-    return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
-
-
-def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """transformers' own, in the order of `generate`."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(TopPLogitsWarper(top_p))
-    return warpers
-
-
-def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.Tensor]:
-    """The target's logits `[T, V]` before every new token of each text, by one ordinary forward
-    pass per batch: nothing of this project has a part in it."""
-    bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", disable=None)
-    for start in range(0, len(texts), batch_size):
-        batch = texts[start:start + batch_size]
-        read = [(text.prompt + text.tokens)[:-1] for text in batch]
-        width = max(map(len, read))
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in read])
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in read])
-        skipped = min(len(text.prompt) for text in batch) - 1  # no logits of these are needed
-        with torch.inference_mode():
-            logits = model(input_ids=padded.to(model.device), use_cache=False,
-                           attention_mask=mask.to(model.device),
-                           logits_to_keep=width - skipped).logits
-        for row, text in enumerate(batch):
-            first = len(text.prompt) - 1 - skipped
-            yield logits[row, first:first + len(text.tokens)]
-            bar.update(len(text.tokens))
-    bar.close()
-
-
-def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
-                 batch_size: int) -> dict[str, Finding]:
-    """The finding of all tokens ("all") and of each group."""
-    generator = torch.Generator().manual_seed(RANDOM)
-    told = []
-    for text, logits in zip(texts, target_logits(model, texts, batch_size)):
-        within = torch.rand(len(text.tokens), generator=generator, dtype=torch.float64)
-        tokens = torch.tensor(text.tokens)
-        told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device)))
-    told = Replayed(*(torch.cat(part) for part in zip(*told)))
-    return {name: audit(told.where(chosen)) for name, chosen in members(texts).items()}
-
-
-def members(texts: list[Text]) -> dict[str, torch.Tensor]:
-    """Of all tokens ("all"), and of each group: which of the texts' tokens `[N]` belong to it."""
-    groups = [name for text in texts for name in text.group]
-    chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
-    for name in sorted(set(groups) - {""}):
-        chosen[name] = torch.tensor([group == name for group in groups])
-    return chosen
-
-
-def texts_of(record: list, prompts: list[list[int]]) -> list[Text]:
-    """What `run_rounds` wrote; groups: "hit 2" is the third token of a round after a hit."""
-    texts = [Text(prompt, [], []) for prompt in prompts]
-    for number, (speculation, outcome) in enumerate(record):
-        drafted = speculation.tokens.tolist()
-        source = speculation.source.tolist()
-        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
-            begin = "hit" if source[row] == PRIMARY else "miss"
-            new = drafted[row][:k] + [bonus]
-            texts[row].tokens.extend(new)
-            texts[row].group.extend(f"{begin if number else 'round'} {place}"
-                                    for place in range(len(new)))
-    return texts
-
-
-def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
-    """For temperature 0, `[N, 2]`: how far the logit of each token is from the largest, and how far
-    rounding may take it: 4 times the precision of the model's type (or 1e-5, which sums over
-    many layers lose in float32) times the largest logit."""
-    precision = max(torch.finfo(model.dtype).eps, 1e-5)
-    gaps = []
-    for text, logits in zip(texts, target_logits(model, texts, batch_size)):
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        largest, _ = logits.max(-1)
-        own = logits.gather(-1, torch.tensor(text.tokens, device=logits.device)[:, None])
-        size = logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
-        gaps.append(torch.stack([largest - own.squeeze(-1), 4 * precision * size], -1).cpu())
-    return torch.cat(gaps).double()
-
-
-def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
-    """The settings of the first line, if it holds any, and the lines with texts, numbered."""
-    try:
-        lines = Path(path).read_text("utf-8-sig").split("\n")
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"{path}: {reason}") from problem
-    settings = {}
-    texts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: not a JSON object; a text is a line such as "
-                            '{"prompt_tokens": [1, 2], "tokens": [3, 4, 5]}')
-        if isinstance(row.get("settings"), dict):
-            settings = row["settings"]
-        elif "statistics" not in row:
-            texts.append((number, row))
-    return settings, texts
-
-
-def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
-    """A line as a `Text`. Raises `UserError`, which says what is wrong with it."""
-    prompt = row.get("prompt_tokens")
-    if prompt is None and isinstance(row.get("prompt"), str):
-        if tokenizer is None:
-            raise UserError("a prompt in letters, and the target has no tokenizer: write the "
-                            "token ids that the engine read, as prompt_tokens")
-        prompt = tokenizer(row["prompt"])["input_ids"]
-    tokens = row.get("tokens")
-    group = row.get("group") or []
-    for name, ids in (("prompt_tokens (or prompt)", prompt), ("tokens", tokens)):
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UserError(f"no list of token ids called {name}")
-        outside = [token for token in ids if not 0 <= token < vocab_size]
-        if outside:
-            raise UserError(f"{name} holds the id {outside[0]}, and the target's vocabulary has "
-                            f"{vocab_size}: another model's tokenizer?")
-    if not prompt:
-        raise UserError("an empty prompt: nothing says how likely the first token was; give at "
-                        "least the token with which the engine began")
-    if len(prompt) + len(tokens) > context:
-        raise UserError(f"{len(prompt) + len(tokens)} tokens, and the target's context is "
-                        f"{context}")
-    if group and len(group) != len(tokens):
-        raise UserError(f"{len(tokens)} tokens and {len(group)} entries of group")
-    return Text(prompt, tokens, [str(name) for name in group] or [""] * len(tokens))
-
-
-def audit_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Audit texts of any engine: is their distribution the target's? Without FILE: "
-        "the table of classic mistakes. Exit status: 0 nothing found, 1 found, 2 a bad file.",
-        epilog="The first line may be {\"settings\": {...}}, as saguaro.py --output writes it; "
-        "flags override it. Name the type in which the engine computed: rounding is a bias, too.")
-    parser.add_argument("file", nargs="?", metavar="FILE", help="JSON Lines: prompt_tokens (or "
-                        "prompt, which the target's tokenizer must turn into the very ids that "
-                        "the engine read), tokens, and if you like group, one entry a token")
-    parser.add_argument("--target", help="folder, or name on the Hugging Face Hub")
-    parser.add_argument("--temperature", type=float, help="with which the engine sampled")
-    parser.add_argument("--top-k", type=int, help="0: off")
-    parser.add_argument("--top-p", type=float, help="1: off")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16", "float64"),
-                        help="auto: bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts a forward pass")
-    return parser
-
-
-def load_target(path: str, dtype: str, device: str):
-    """The model, and its tokenizer if it has one."""
-    if dtype == "auto":
-        on_gpu = device != "cpu" and torch.cuda.is_available()
-        dtype = "bfloat16" if on_gpu else "float32"
-    logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype),
-                                                     device_map=device)
-    except Exception as problem:  # a damaged file raises what its reader pleases
-        raise UserError(f"--target {path}: {first_line(problem)}") from problem
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception:  # only prompts in letters need one
-        tokenizer = None
-    return model.eval(), tokenizer
-
-
-def audit_file(args: argparse.Namespace) -> bool:
-    """Audit a file and print what was found. Returns whether anything was."""
-    settings, rows = read_texts(args.file)
-    settings |= {name: value for name, value in vars(args).items() if value is not None}
-    for name in ("target", "temperature"):
-        if settings.get(name) is None:
-            raise UserError(f"{args.file} has no line of settings: name --{name}")
-    model, tokenizer = load_target(settings["target"], settings.get("dtype", "auto"), args.device)
-    config = model.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or math.inf
-    texts = []
-    for number, row in rows:
-        try:
-            texts.append(check_text(row, tokenizer, config.vocab_size, context))
-        except UserError as problem:
-            raise UserError(f"{args.file}, line {number}: {problem}") from None
-    texts = [text for text in texts if text.tokens]
-    if not texts:
-        raise UserError(f"{args.file} holds no tokens")
-    texts.sort(key=lambda text: -len(text.prompt + text.tokens))  # little padding in a batch
-    print(f"target {settings['target']}, temperature {settings['temperature']}, {model.dtype}, "
-          f"{len(texts)} texts")
-    if settings["temperature"] == 0:
-        return report_greedy(texts, greedy_gaps(model, texts, args.batch_size))
-    try:
-        warpers = warpers_of(settings["temperature"], settings.get("top_k", 0),
-                             settings.get("top_p", 1.0))
-    except (ValueError, TypeError) as problem:  # transformers', which name what is wrong
-        raise UserError(f"temperature, top-k or top-p: {first_line(problem)}") from problem
-    return report(audit_groups(model, texts, warpers, args.batch_size))
-
-
-def report(findings: dict[str, Finding]) -> bool:
-    """Print what was found, and what would have been; returns whether anything was."""
-    width = max(map(len, findings))
-    print(f"\n{'':{width}}    tokens    bins   pairs   place     ids        argmax         log p"
-          "  bins show")
-    for name, finding in findings.items():
-        p = {test: p_text(finding.p_values[test]) for test in TESTS}
-        argmax, log_p = (f"{deviation:+.1f}" for deviation in finding.deviations)
-        print(f"{name:{width}}{finding.tokens:10,} {p['bins']:>7} {p['pairs']:>7} {p['place']:>7}"
-              f" {p['ids']:>7} {argmax:>5} {p['argmax']:>7} {log_p:>5} {p['log p']:>7}"
-              f"      {would_have_shown(finding.tokens):5.1%}")
-    print("\np-values; argmax and log p also in standard deviations from what the target expects; "
-          "-: too few tokens\nto tell; bins show: a bias from this total-variation distance on")
-    found = [f"p = {p_text(p)} ({test}{'' if name == 'all' else ', ' + name})"
-             for name, finding in findings.items()
-             for test, p in finding.p_values.items() if p < ALPHA]
-    whole = findings["all"]
-    if whole.impossible:
-        found.insert(0, f"{whole.impossible:,} tokens are impossible (probability 0)")
-        print(f"{whole.impossible:,} tokens have probability 0 at these settings. With top-k or "
-              "top-p, in half precision,\nrounding may be the reason.")
-    if found:
-        print(f"FOUND: these texts are not distributed as the target's: {'; '.join(found[:4])}"
-              f"{' ...' if len(found) > 4 else ''}.")
-        if whole.nats < -1:
-            print(f"They are {-whole.nats:.1f} nats a token less likely than the target's own: "
-                  "another tokenizer, checkpoint\nor prompt?")
-    else:
-        print(f"Nothing found: all p-values are above {ALPHA:g}. In {whole.tokens:,} tokens a bias "
-              f"of {would_have_shown(whole.tokens):.1%} of the\nbins' probability would have "
-              "shown.")
-    print(f"A correct program is called wrong with probability below "
-          f"{len(findings) * len(TESTS) * ALPHA:.0e}.")
-    return bool(found)
-
-
-def p_text(p: float) -> str:
-    """A p-value as people read it.
-
-    >>> p_text(0.25), p_text(3.4e-11), p_text(math.nan)
-    ('0.25', '3e-11', '-')
-    """
-    if math.isnan(p):
-        return "-"
-    return f"{p:.2f}" if p >= 0.005 else f"{p:.0e}"
-
-
-def report_greedy(texts: list[Text], gaps: torch.Tensor) -> bool:
-    """For temperature 0: how many tokens are the argmax, and how far the others' logits are from
-    the largest. Returns whether any is farther than rounding explains."""
-    groups = members(texts)
-    width = max(map(len, groups))
-    print(f"\n{'':{width}}    tokens   argmax  near-ties  faults  largest gap of logits")
-    gap, rounding = gaps.T
-    for name, chosen in groups.items():
-        others = gap[chosen] > 0
-        faults = int((gap > rounding)[chosen].sum())
-        print(f"{name:{width}}{len(others):10,} {1 - others.double().mean():8.3%} "
-              f"{int(others.sum()) - faults:10,} {faults:7,}  {gap[chosen].max():.3g}")
-    faults = int((gap > rounding).sum())
-    if faults:
-        print(f"FOUND: {faults:,} tokens are not the target's argmax, by more than rounding "
-              "explains (4 times the model's\nprecision, times the largest logit).")
-    else:
-        print("Nothing found: every token is the target's argmax, or as good as that: the gap is "
-              "within rounding.")
-    return faults > 0
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 if a bias was found, 2 for a bad file."""
-    args = audit_parser().parse_args(arguments)
-    if args.file is None:
-        detection_table()
-        return 0
-    try:
-        return int(audit_file(args))
-    except UserError as problem:
-        print(problem, file=sys.stderr)
-        return 2
-
-
-# that it is right
-
-WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(logits); found by
-    "the truth": (lambda logits, at: logits, set()),
-    "the argmax, three tokens of ten": (
-        lambda logits, at: logits + 99.0 * (logits == logits.amax(-1, keepdim=True))
-        * (at % 10 < 3)[:, None], {"argmax", "bins", "log p"}),
-    "another temperature": (lambda logits, at: logits / 0.9, {"argmax", "bins", "log p"}),
-    "the first of each text more greedily": (
-        lambda logits, at: logits / torch.where(at % 50 == 0, 0.3, 1.0)[:, None], {"place"}),
-    "the upper half of the vocabulary 1.2 times as often": (
-        lambda logits, at: logits + 0.18 * (torch.arange(40) >= 20), {"ids"}),
-    "every other token as the one before": (lambda logits, at: logits, {"pairs"}),
-}
-
-
-def told_of(how: str, seed: int, count: int = 10_000) -> Replayed:
-    """Tokens drawn from random distributions, in texts of 50; so told as if by `softmax`."""
-    logits = 2 * random_distributions(count, 40, seed=seed).log() / 3
-    at = torch.arange(count)
-    bent, _ = WRITTEN[how]
-    uniforms = draw_uniforms(count, seed=seed + 1)
-    if how.startswith("every other"):
-        uniforms[1::2] = uniforms[::2]
-    p, likeliest_first = bent(logits, at).softmax(-1).sort(-1, descending=True)
-    tokens = likeliest_first.gather(-1, sampling.inverse_cdf(p, uniforms)[:, None]).squeeze(-1)
-    within = draw_uniforms(count, seed=seed + 2)
-    texts = [replay(*part, warpers_of(1.0, 0, 1.0), inside) for *part, inside in
-             zip(logits.split(50), tokens.split(50), within.split(50))]
-    return Replayed(*(torch.cat(part) for part in zip(*texts)))
-
-
-@pytest.mark.parametrize("how", WRITTEN)
-def test_the_audit_accepts_the_truth_and_finds_each_bias_where_it_should(how):
-    finding = audit(told_of(how, seed=10))
-    found = {test for test, p in finding.p_values.items() if p < ALPHA}
-    _, expected = WRITTEN[how]
-    assert expected <= found
-    assert expected or not found
-    assert finding.impossible == 0
-
-
-def test_the_audits_p_values_of_the_truth_are_uniform():
-    findings = [audit(told_of("the truth", 3 * seed, count=1000)) for seed in range(200)]
-    for test in TESTS:
-        p_values = torch.tensor([finding.p_values[test] for finding in findings])
-        assert evenness(p_values, bins=10) > ALPHA, test
-        assert (p_values < 0.01).sum() < 12, test
-
-
-def test_a_skewed_sum_has_its_p_value_on_both_sides():
-    """100 - G, G the sum of 100 exponential numbers: G > x if fewer than 100 events of a Poisson
-    process come before x."""
-    for total in (-60, -30, 25, 40):
-        x = 100 - total
-        below = sum(math.exp(k * math.log(x) - x - math.lgamma(k + 1)) for k in range(100))
-        sample = torch.tensor([[total, 100, -200.0]], dtype=torch.float64)
-        deviation, p_value = sum_p_value(sample)
-        assert deviation == pytest.approx(total / 10)
-        assert p_value == pytest.approx(2 * min(below, 1 - below))
-    for sample in ([[3, 60, -120.0]], [[0, 0, 0.0]]):
-        assert math.isnan(sum_p_value(torch.tensor(sample))[1]), "too few to tell"
-
-
-def test_what_is_said_to_show_shows_99_times_of_a_hundred():
-    """The bias that is hardest to see takes the same from each of ten bins."""
-    count = 20_000
-    change = would_have_shown(count) * torch.tensor([1.0, -1.0]).repeat(10)
-    probability = (1 + 2 * change.double()) / 20
-    assert 0.5 * (probability - 0.05).abs().sum() == pytest.approx(would_have_shown(count))
-    torch.manual_seed(0)
-    found = 0
-    for _ in range(1000):
-        bins = probability.multinomial(count, replacement=True)
-        found += evenness((bins + 0.5) / 20, bins=20) < ALPHA
-    assert 970 < found < 1000
-
-
-@pytest.fixture(scope="module")
-def target_folder(tmp_path_factory) -> str:
-    """The random model as a checkpoint of float64, without a tokenizer."""
-    folder = tmp_path_factory.mktemp("target")
-    random_model(max_position_embeddings=128).save_pretrained(folder)
-    return str(folder)
-
-
-def write_lines(path: Path, texts: list[Text], settings: dict | None) -> str:
-    """The file that an engine would write."""
-    rows = [{"settings": settings}] if settings else []
-    rows += [{"prompt_tokens": text.prompt, "tokens": text.tokens, "group": text.group}
-             for text in texts]
-    rows += [{"statistics": {}}] if settings else []
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return str(path)
-
-
-def texts_by_ssd(rounds: int, **choices) -> list[Text]:
-    """200 rows of long texts by the random model, with four prompts."""
-    net = random_model(max_position_embeddings=128)
-    made = decoder(net, imitation(net, 0.3), **choices)
-    prompts = 50 * RAGGED
-    return texts_of(run_rounds(made, prompts, rounds), prompts)
-
-
-def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folder, tmp_path,
-                                                                    monkeypatch, capsys):
-    """And without it nothing is. Wrong flags are found, too: they override the file's settings."""
-    sampling = dict(temperature=0.8, top_k=12)
-    settings = dict(target=target_folder, dtype="float64", top_p=1.0, **sampling)
-    file = write_lines(tmp_path / "file.jsonl", texts_by_ssd(12, **sampling), settings)
-    assert main([file, "--batch-size", "30"]) == 0
-    assert "Nothing found" in capsys.readouterr().out
-    for flags in (["--temperature", "0.9"], ["--top-k", "11"]):
-        assert main([file, *flags]) == 1
-    assert "impossible" in capsys.readouterr().out, "the twelfth likeliest token, with top-k 11"
-    mistake = "after a miss, tokens accepted if and only if they equal the argmax"
-    replace_line(monkeypatch, *MISTAKES[mistake])
-    texts = texts_by_ssd(12, **sampling)
-    assert main([write_lines(tmp_path / "file.jsonl", texts, settings)]) == 1
-    assert "FOUND" in capsys.readouterr().out
-    net = random_model(max_position_embeddings=128)
-    findings = audit_groups(net, texts, warpers_of(0.8, 12, 1.0), batch_size=200)
-    found = {group for group, finding in findings.items()
-             if any(p < ALPHA for p in finding.p_values.values())}
-    assert found > {"all"} and all(group.startswith("miss") for group in found - {"all"})
-
-
-def test_prompts_and_padding_do_not_matter_to_the_audit():
-    """Texts of all lengths in batches: the logits are those of each text alone."""
-    net = random_model("gpt2", max_position_embeddings=128)
-    texts = [Text(list(range(1, 2 + number)), list(range(number, 2 * number + 1)), [])
-             for number in range(12)]
-    for text, logits in zip(texts, target_logits(net, texts, 5), strict=True):
-        with torch.inference_mode():
-            alone = net(torch.tensor([text.prompt + text.tokens])).logits[0, :-1]
-        assert_close(logits, alone[-len(text.tokens):], 1e-9)
-
-
-def test_a_prompt_in_letters_is_read_by_the_targets_tokenizer(tmp_path, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
-    prompt = "def f(x):"
-    reports = []
-    for key, given in (("prompt", prompt), ("prompt_tokens", tokenizer(prompt)["input_ids"])):
-        path = tmp_path / "file.jsonl"
-        path.write_text(json.dumps({key: given, "tokens": list(range(300, 400))}), "utf-8")
-        flags = ["--target", str(TINY / "target"), "--temperature", "1"]
-        assert main([str(path), *flags]) == 1, "no text of this target"
-        reports.append(capsys.readouterr().out)
-    assert reports[0] == reports[1] and "another tokenizer" in reports[0]
-
-
-@pytest.mark.parametrize("dtype", ("float64", "bfloat16"))
-def test_greedy_texts_may_differ_from_the_argmax_by_rounding_alone(dtype, target_folder, tmp_path,
-                                                                  capsys):
-    net = random_model(max_position_embeddings=128)
-    net = copy.deepcopy(net).to(getattr(torch, dtype))
-    made = decoder(net, imitation(random_model(max_position_embeddings=128), 0.1).to(net.dtype),
-                   dtype=dtype, max_new_tokens=90)
-    texts = [Text(prompt, tokens, ["hit 0"] * 90) for prompt, tokens in zip(RAGGED, made(RAGGED))]
-    flags = ["--target", target_folder, "--temperature", "0", "--dtype", dtype]
-    path = tmp_path / "file.jsonl"
-    assert main([write_lines(path, texts, None), *flags]) == 0
-    report = capsys.readouterr().out
-    assert "hit 0" in report and "Nothing found" in report
-    texts[1].tokens[70] = (texts[1].tokens[70] + 1) % 40
-    assert main([write_lines(path, texts, None), *flags]) == 1
-    assert "FOUND" in capsys.readouterr().out
-
-
-BAD_FILES = {
-    "": "holds no tokens", "[1]": "line 1: not a JSON object", "not JSON": "not a JSON object",
-    '{"tokens": [1]}': "no list of token ids called prompt_tokens",
-    '{"prompt_tokens": [1]}': "no list of token ids called tokens",
-    '{"prompt_tokens": [1], "tokens": ["a"]}': "no list of token ids called tokens",
-    '{"prompt_tokens": [1], "tokens": []}': "holds no tokens",
-    '{"prompt_tokens": [], "tokens": [1]}': "an empty prompt",
-    '{"prompt_tokens": [1], "tokens": [40]}': "tokens holds the id 40, and the target's vocabulary "
-                                              "has 40",
-    '{"prompt_tokens": [-1], "tokens": [4]}': "holds the id -1",
-    '{"prompt": "letters", "tokens": [1]}': "the target has no tokenizer",
-    '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["a"]}': "2 tokens and 1 entries of group",
-    json.dumps({"prompt_tokens": [1], "tokens": [1] * 128}): "129 tokens, and the target's context",
-}
-
-
-@pytest.mark.parametrize("content", BAD_FILES)
-def test_a_bad_file_gets_one_sentence(content, target_folder, tmp_path, capsys):
-    path = tmp_path / "file.jsonl"
-    path.write_text(content, "utf-8")
-    assert main([str(path), "--target", target_folder, "--temperature", "1"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert BAD_FILES[content] in said
-
-
-def test_what_the_audit_cannot_read_or_guess_gets_one_sentence(target_folder, tmp_path, capsys):
-    text = Text([1], [2], [])
-    path = write_lines(tmp_path / "file.jsonl", [text], None)
-    missing = str(tmp_path / "none")
-    for arguments, sentence in (
-            ([missing], f"{missing}: No such file"), ([path], "name --target"),
-            ([path, "--target", target_folder], "name --temperature"),
-            ([path, "--target", target_folder, "--temperature", "-1"], "top-p: `temperature` (="),
-            ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: ")):
-        assert main(arguments) == 2
-        assert sentence in capsys.readouterr().err
-    assert main([path, "--target", target_folder, "--temperature", "1"]) == 0
-    assert "-" in capsys.readouterr().out, "one token tells nothing"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    detection_table()

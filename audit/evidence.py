@@ -1,0 +1,166 @@
+"""Were these texts written by the target? The statistics, and what they can see."""
+import math
+from typing import NamedTuple
+
+import torch
+from transformers import LogitsProcessorList
+
+from audit.replay import Replayed, Text, members, replay, target_logits
+
+ALPHA = 1e-6          # a p-value below it is significant
+RANDOM = 1952         # seeds the audit's own random numbers, which no engine shares
+NONCENTRALITY = 86    # at which the chi-square over 20 bins is below ALPHA 99 times of a hundred
+MAX_SKEWNESS = 0.25   # of a sum whose distribution three moments still describe
+TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
+
+
+class Finding(NamedTuple):
+    """Of the texts, or of a group of their tokens."""
+    tokens: int
+    impossible: int             # tokens of probability 0
+    deviations: list[float]     # of "argmax" and "log p", in standard deviations
+    nats: float                 # log-probability of a token, on average, less what is expected
+    p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
+
+
+def audit(told: Replayed) -> Finding:
+    """Were these texts written by the target? (Rosenblatt 1952; Smith 1985; for discrete
+    distributions Brockwell 2007.)
+
+    Lay a token's distribution p out on a line of length 1, the likeliest token first: each token
+    has an interval as long as its probability. Draw u at random from the interval of the token
+    that was written. If the token was drawn from p, then u is uniform on (0, 1), whatever p was,
+    and so whatever came before: the u of a text are uniform and independent. And only then: if u
+    is uniform given all before it, it falls into each interval with just its probability. So one
+    question is left, for any vocabulary and any length: are these numbers uniform and independent?
+
+        bins     u in 20 bins: 19 degrees of freedom
+        pairs    u in 10 bins, for each of 10 bins of the u before it in the text
+        place    u in 10 bins, for each range of places in the text: 0, 1-2, 3-6, 7-14, ...
+        ids      how many tokens have an id in each sixteenth of the vocabulary; the sum of the
+                 probabilities is expected
+        argmax   how many tokens are the target's argmax; the sum of p_max is expected
+        log p    the texts' log-likelihood; the sum of p log p over all tokens is expected
+
+    The first four are chi-square tests. Their expectations hold *given the past*, so pairs may
+    overlap: what is summed is a martingale, and only what has too few tokens is left out. The ids
+    and the two sums see what hides from bins of u, such as a special case that favours the argmax.
+    The two sums are given in standard deviations; their p-values are two-sided, by a gamma
+    distribution with the sum's variance and skewness (Pearson's type III; the normal distribution
+    if that is 0). A token of probability 0 has p-value 0.
+
+    Stopping does no harm: a text may end with an end-of-sequence token or at any length, because
+    whether it goes on was settled before the next token was drawn. For the same reason a *group*
+    must be settled before its token is drawn ("the round began with a miss", "third of its round").
+    "Accepted" and "bonus" are not: accepted tokens are likelier than drawn ones, and a correct
+    program would fail.
+
+    False alarms: a correct program fails with probability below 6 ALPHA = 6e-6 per group.
+
+    Power: if the u of N tokens have a distribution at total-variation distance d from the uniform
+    one, as the bins see it, the chi-square over bins has a non-centrality of at least 4 N d^2
+    (Cauchy-Schwarz). At 86 it is significant 99 times of a hundred, so what would have shown is
+
+        d = sqrt(86 / (4 N)):   4.6% for 10,000 tokens, 1.5% for 100,000, 0.5% for a million.
+
+    Biases that cancel, token against token, may hide from the bins.
+    """
+    u = told.uniform
+    follows = told.place > 0
+    p_values = {
+        "bins": evenness(u, bins=20),
+        "pairs": evenness(u[follows], given=(10 * told.previous[follows]).long()),
+        "place": evenness(u, given=(told.place + 1).double().log2().long()),
+        "ids": counts_p_value(told.ids, told.p_ids)}
+    deviations = []
+    for name, surprises in (("argmax", told.argmax), ("log p", told.log_p)):
+        deviation, p_values[name] = sum_p_value(surprises)
+        deviations.append(deviation)
+    nats = float(told.log_p[:, 0].mean())
+    return Finding(len(u), int((~told.possible).sum()), deviations, nats, p_values)
+
+
+def smallest(findings: dict[str, Finding]) -> float:
+    """The smallest p-value of all groups and tests, times their number (Bonferroni)."""
+    if findings["all"].impossible:
+        return 0.0
+    p_values = [p for finding in findings.values() for p in finding.p_values.values()]
+    known = [p for p in p_values if not math.isnan(p)]
+    return min(1.0, len(known) * min(known, default=1.0))
+
+
+def would_have_shown(tokens: int) -> float:
+    """The smallest bias in total variation that so many tokens show: see `audit`."""
+    return min(1.0, (NONCENTRALITY / 4 / tokens) ** 0.5)
+
+
+def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 0) -> float:
+    """p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their class
+    `given` `[N]` (0, 1, ...). Classes with fewer than 5 expected in a bin are left out; NaN: all
+    are."""
+    cell = given * bins + (numbers * bins).long().clamp(max=bins - 1)
+    observed = torch.bincount(cell)
+    observed = torch.nn.functional.pad(observed, (0, -len(observed) % bins)).view(-1, bins)
+    observed = observed[observed.sum(1) >= 5 * bins].double()
+    if not len(observed):
+        return math.nan
+    expected = observed.mean(1, keepdim=True)
+    chi_square = ((observed - expected).square() / expected).sum()
+    freedom = torch.tensor(len(observed) * (bins - 1.0))
+    return float(torch.special.gammaincc(freedom.double() / 2, chi_square / 2))
+
+
+def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
+    """p-value of the hypothesis that each token falls into a class with its probabilities `p`
+    `[N, classes]`; `surprises`: 1 for the class it fell into and 0 for others, less p. Directions
+    in which the counts hardly vary are left out; NaN: all are."""
+    variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
+    enough = variance >= 5
+    if not enough.any():
+        return math.nan
+    along = (surprises.sum(0) @ directions)[enough]
+    chi_square = (along.square() / variance[enough]).sum()
+    return float(torch.special.gammaincc(enough.sum().double() / 2, chi_square / 2))
+
+
+def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
+    """How far a sum `[N, 3]` (see `surprise`) is from its expectation, in standard deviations, and
+    its two-sided p-value; NaN: it varies too little to tell."""
+    total, variance, third = surprises.sum(0).tolist()
+    if variance <= 0:
+        return math.nan, math.nan
+    deviation = total / variance ** 0.5
+    skewness = third / variance ** 1.5
+    if abs(skewness) > MAX_SKEWNESS:
+        return deviation, math.nan
+    shape = 4 / max(skewness ** 2, 1e-6)  # 1e-6: as good as normal
+    along = math.copysign(deviation, deviation * skewness)
+    quantile = max(0.0, shape + along * shape ** 0.5)
+    gamma = [torch.tensor(number, dtype=torch.float64) for number in (shape, quantile)]
+    above = float(torch.special.gammaincc(*gamma))
+    below = float(torch.special.gammainc(*gamma))
+    return deviation, min(1.0, 2 * min(above, below))
+
+
+def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
+                 batch_size: int) -> dict[str, Finding]:
+    """The finding of all tokens ("all") and of each group."""
+    generator = torch.Generator().manual_seed(RANDOM)
+    told = []
+    for text, logits in zip(texts, target_logits(model, texts, batch_size)):
+        within = torch.rand(len(text.tokens), generator=generator, dtype=torch.float64)
+        tokens = torch.tensor(text.tokens)
+        told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device)))
+    told = Replayed(*(torch.cat(part) for part in zip(*told)))
+    return {name: audit(told.where(chosen)) for name, chosen in members(texts).items()}
+
+
+def p_text(p: float) -> str:
+    """A p-value as people read it.
+
+    >>> p_text(0.25), p_text(3.4e-11), p_text(math.nan)
+    ('0.25', '3e-11', '-')
+    """
+    if math.isnan(p):
+        return "-"
+    return f"{p:.2f}" if p >= 0.005 else f"{p:.0e}"

@@ -1,0 +1,131 @@
+"""What the target says of every token of a text, given all that precedes it.
+
+The texts of any engine are read once, by ordinary forward passes of transformers: nothing of this
+repository's decoding has a part in it (no import here leads to `saguaro`, `sampling` or `cache`).
+"""
+from typing import Iterator, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import (LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper,
+                          TopPLogitsWarper)
+
+from runtime.settings import UserError
+
+PIECE = 2 ** 22  # logits that are worked on at once
+RANGES = 16      # of token ids
+
+
+class Text(NamedTuple):
+    """A line of the file: token ids, and the group of every new token."""
+    prompt: list[int]
+    tokens: list[int]
+    group: list[str]
+
+
+class Replayed(NamedTuple):
+    """What the target says of every token of the texts, `[N]`, given all that precedes it."""
+    uniform: torch.Tensor   # [N] in (0, 1): see `audit`
+    previous: torch.Tensor  # [N] that of the token before; -1: it is the text's first
+    place: torch.Tensor     # [N] in the text, from 0
+    argmax: torch.Tensor    # [N, 3] is it the argmax? See `surprise`
+    log_p: torch.Tensor     # [N, 3] its log-probability
+    ids: torch.Tensor       # [N, RANGES] is its id in this range? Less the probability of that
+    p_ids: torch.Tensor     # [N, RANGES] and that probability
+    possible: torch.Tensor  # [N] is its probability above 0?
+
+    def where(self, chosen: torch.Tensor) -> "Replayed":
+        return Replayed(*(part[chosen] for part in self))
+
+
+def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of a function of the token, `value` `[T, V]`: its value for the tokens `[T]` that were
+    written, less its expectation under p `[T, V]`; its variance; its third central moment:
+    `[T, 3]`."""
+    centred = value - (p * value).sum(-1, keepdim=True)
+    seen = centred.gather(-1, tokens[:, None]).squeeze(-1)
+    return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
+
+
+def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorList,
+           within: torch.Tensor) -> Replayed:
+    """A text's tokens `[T]` against the target's logits before them, `[T, V]`; `within` `[T]`,
+    uniform in (0, 1), chooses a place in each token's interval. In host memory."""
+    parts = []
+    rows = max(1, PIECE // logits.shape[-1])
+    for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
+        piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
+        p = warpers(None, piece).double().softmax(-1)
+        if p.isnan().any():
+            raise UserError("the target's logits are infinite or not numbers: another --dtype has "
+                            "room for larger ones")
+        own = p.gather(-1, token[:, None])
+        number = torch.arange(p.shape[-1], device=p.device)
+        likelier = (p > own) | (p == own) & (number < token[:, None])
+        uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
+        is_argmax = (number == p.argmax(-1, keepdim=True)).double()
+        log_p = p.clamp(min=1e-300).log()
+        ranges = number * RANGES // len(number)
+        p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
+        seen = torch.nn.functional.one_hot(ranges[token], RANGES)
+        parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
+                      seen - p_ids, p_ids, own.squeeze(-1) > 0))
+    uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
+    previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
+    return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
+
+
+def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
+    """transformers' own, in the order of `generate`."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers
+
+
+def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.Tensor]:
+    """The target's logits `[T, V]` before every new token of each text, by one ordinary forward
+    pass per batch: nothing of this project has a part in it."""
+    bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", disable=None)
+    for start in range(0, len(texts), batch_size):
+        batch = texts[start:start + batch_size]
+        read = [(text.prompt + text.tokens)[:-1] for text in batch]
+        width = max(map(len, read))
+        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in read])
+        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in read])
+        skipped = min(len(text.prompt) for text in batch) - 1  # no logits of these are needed
+        with torch.inference_mode():
+            logits = model(input_ids=padded.to(model.device), use_cache=False,
+                           attention_mask=mask.to(model.device),
+                           logits_to_keep=width - skipped).logits
+        for row, text in enumerate(batch):
+            first = len(text.prompt) - 1 - skipped
+            yield logits[row, first:first + len(text.tokens)]
+            bar.update(len(text.tokens))
+    bar.close()
+
+
+def members(texts: list[Text]) -> dict[str, torch.Tensor]:
+    """Of all tokens ("all"), and of each group: which of the texts' tokens `[N]` belong to it."""
+    groups = [name for text in texts for name in text.group]
+    chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
+    for name in sorted(set(groups) - {""}):
+        chosen[name] = torch.tensor([group == name for group in groups])
+    return chosen
+
+
+def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
+    """For temperature 0, `[N, 2]`: how far the logit of each token is from the largest, and how far
+    rounding may take it: 4 times the precision of the model's type (or 1e-5, which sums over
+    many layers lose in float32) times the largest logit."""
+    precision = max(torch.finfo(model.dtype).eps, 1e-5)
+    gaps = []
+    for text, logits in zip(texts, target_logits(model, texts, batch_size)):
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest, _ = logits.max(-1)
+        own = logits.gather(-1, torch.tensor(text.tokens, device=logits.device)[:, None])
+        size = logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
+        gaps.append(torch.stack([largest - own.squeeze(-1), 4 * precision * size], -1).cpu())
+    return torch.cat(gaps).double()

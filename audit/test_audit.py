@@ -1,0 +1,227 @@
+"""That the audit is right: it accepts the truth, finds each bias where it should, and says of a bad
+file in one sentence what is wrong."""
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import sampling
+from audit.__main__ import main
+from audit.evidence import (ALPHA, TESTS, audit, audit_groups, evenness, sum_p_value,
+                            would_have_shown)
+from audit.replay import Replayed, Text, replay, target_logits, warpers_of
+from runtime.settings import TINY
+from test_equivalence import (MISTAKES, RAGGED, assert_close, decoder, draw_uniforms, imitation,
+                              random_distributions, random_model, replace_line, run_rounds,
+                              texts_of)
+
+
+WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(logits); found by
+    "the truth": (lambda logits, at: logits, set()),
+    "the argmax, three tokens of ten": (
+        lambda logits, at: logits + 99.0 * (logits == logits.amax(-1, keepdim=True))
+        * (at % 10 < 3)[:, None], {"argmax", "bins", "log p"}),
+    "another temperature": (lambda logits, at: logits / 0.9, {"argmax", "bins", "log p"}),
+    "the first of each text more greedily": (
+        lambda logits, at: logits / torch.where(at % 50 == 0, 0.3, 1.0)[:, None], {"place"}),
+    "the upper half of the vocabulary 1.2 times as often": (
+        lambda logits, at: logits + 0.18 * (torch.arange(40) >= 20), {"ids"}),
+    "every other token as the one before": (lambda logits, at: logits, {"pairs"}),
+}
+
+
+def told_of(how: str, seed: int, count: int = 10_000) -> Replayed:
+    """Tokens drawn from random distributions, in texts of 50; so told as if by `softmax`."""
+    logits = 2 * random_distributions(count, 40, seed=seed).log() / 3
+    at = torch.arange(count)
+    bent, _ = WRITTEN[how]
+    uniforms = draw_uniforms(count, seed=seed + 1)
+    if how.startswith("every other"):
+        uniforms[1::2] = uniforms[::2]
+    p, likeliest_first = bent(logits, at).softmax(-1).sort(-1, descending=True)
+    tokens = likeliest_first.gather(-1, sampling.inverse_cdf(p, uniforms)[:, None]).squeeze(-1)
+    within = draw_uniforms(count, seed=seed + 2)
+    texts = [replay(*part, warpers_of(1.0, 0, 1.0), inside) for *part, inside in
+             zip(logits.split(50), tokens.split(50), within.split(50))]
+    return Replayed(*(torch.cat(part) for part in zip(*texts)))
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_the_audit_accepts_the_truth_and_finds_each_bias_where_it_should(how):
+    finding = audit(told_of(how, seed=10))
+    found = {test for test, p in finding.p_values.items() if p < ALPHA}
+    _, expected = WRITTEN[how]
+    assert expected <= found
+    assert expected or not found
+    assert finding.impossible == 0
+
+
+def test_the_audits_p_values_of_the_truth_are_uniform():
+    findings = [audit(told_of("the truth", 3 * seed, count=1000)) for seed in range(200)]
+    for test in TESTS:
+        p_values = torch.tensor([finding.p_values[test] for finding in findings])
+        assert evenness(p_values, bins=10) > ALPHA, test
+        assert (p_values < 0.01).sum() < 12, test
+
+
+def test_a_skewed_sum_has_its_p_value_on_both_sides():
+    """100 - G, G the sum of 100 exponential numbers: G > x if fewer than 100 events of a Poisson
+    process come before x."""
+    for total in (-60, -30, 25, 40):
+        x = 100 - total
+        below = sum(math.exp(k * math.log(x) - x - math.lgamma(k + 1)) for k in range(100))
+        sample = torch.tensor([[total, 100, -200.0]], dtype=torch.float64)
+        deviation, p_value = sum_p_value(sample)
+        assert deviation == pytest.approx(total / 10)
+        assert p_value == pytest.approx(2 * min(below, 1 - below))
+    for sample in ([[3, 60, -120.0]], [[0, 0, 0.0]]):
+        assert math.isnan(sum_p_value(torch.tensor(sample))[1]), "too few to tell"
+
+
+def test_what_is_said_to_show_shows_99_times_of_a_hundred():
+    """The bias that is hardest to see takes the same from each of ten bins."""
+    count = 20_000
+    change = would_have_shown(count) * torch.tensor([1.0, -1.0]).repeat(10)
+    probability = (1 + 2 * change.double()) / 20
+    assert 0.5 * (probability - 0.05).abs().sum() == pytest.approx(would_have_shown(count))
+    torch.manual_seed(0)
+    found = 0
+    for _ in range(1000):
+        bins = probability.multinomial(count, replacement=True)
+        found += evenness((bins + 0.5) / 20, bins=20) < ALPHA
+    assert 970 < found < 1000
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory) -> str:
+    """The random model as a checkpoint of float64, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("target")
+    random_model(max_position_embeddings=128).save_pretrained(folder)
+    return str(folder)
+
+
+def write_lines(path: Path, texts: list[Text], settings: dict | None) -> str:
+    """The file that an engine would write."""
+    rows = [{"settings": settings}] if settings else []
+    rows += [{"prompt_tokens": text.prompt, "tokens": text.tokens, "group": text.group}
+             for text in texts]
+    rows += [{"statistics": {}}] if settings else []
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+def texts_by_ssd(rounds: int, **choices) -> list[Text]:
+    """200 rows of long texts by the random model, with four prompts."""
+    net = random_model(max_position_embeddings=128)
+    made = decoder(net, imitation(net, 0.3), **choices)
+    prompts = 50 * RAGGED
+    return texts_of(run_rounds(made, prompts, rounds), prompts)
+
+
+def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folder, tmp_path,
+                                                                    monkeypatch, capsys):
+    """And without it nothing is. Wrong flags are found, too: they override the file's settings."""
+    sampling = dict(temperature=0.8, top_k=12)
+    settings = dict(target=target_folder, dtype="float64", top_p=1.0, **sampling)
+    file = write_lines(tmp_path / "file.jsonl", texts_by_ssd(12, **sampling), settings)
+    assert main([file, "--batch-size", "30"]) == 0
+    assert "Nothing found" in capsys.readouterr().out
+    for flags in (["--temperature", "0.9"], ["--top-k", "11"]):
+        assert main([file, *flags]) == 1
+    assert "impossible" in capsys.readouterr().out, "the twelfth likeliest token, with top-k 11"
+    mistake = "after a miss, tokens accepted if and only if they equal the argmax"
+    replace_line(monkeypatch, *MISTAKES[mistake])
+    texts = texts_by_ssd(12, **sampling)
+    assert main([write_lines(tmp_path / "file.jsonl", texts, settings)]) == 1
+    assert "FOUND" in capsys.readouterr().out
+    net = random_model(max_position_embeddings=128)
+    findings = audit_groups(net, texts, warpers_of(0.8, 12, 1.0), batch_size=200)
+    found = {group for group, finding in findings.items()
+             if any(p < ALPHA for p in finding.p_values.values())}
+    assert found > {"all"} and all(group.startswith("miss") for group in found - {"all"})
+
+
+def test_prompts_and_padding_do_not_matter_to_the_audit():
+    """Texts of all lengths in batches: the logits are those of each text alone."""
+    net = random_model("gpt2", max_position_embeddings=128)
+    texts = [Text(list(range(1, 2 + number)), list(range(number, 2 * number + 1)), [])
+             for number in range(12)]
+    for text, logits in zip(texts, target_logits(net, texts, 5), strict=True):
+        with torch.inference_mode():
+            alone = net(torch.tensor([text.prompt + text.tokens])).logits[0, :-1]
+        assert_close(logits, alone[-len(text.tokens):], 1e-9)
+
+
+def test_a_prompt_in_letters_is_read_by_the_targets_tokenizer(tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "target")
+    prompt = "def f(x):"
+    reports = []
+    for key, given in (("prompt", prompt), ("prompt_tokens", tokenizer(prompt)["input_ids"])):
+        path = tmp_path / "file.jsonl"
+        path.write_text(json.dumps({key: given, "tokens": list(range(300, 400))}), "utf-8")
+        flags = ["--target", str(TINY / "target"), "--temperature", "1"]
+        assert main([str(path), *flags]) == 1, "no text of this target"
+        reports.append(capsys.readouterr().out)
+    assert reports[0] == reports[1] and "another tokenizer" in reports[0]
+
+
+@pytest.mark.parametrize("dtype", ("float64", "bfloat16"))
+def test_greedy_texts_may_differ_from_the_argmax_by_rounding_alone(dtype, target_folder, tmp_path,
+                                                                  capsys):
+    net = random_model(max_position_embeddings=128)
+    net = copy.deepcopy(net).to(getattr(torch, dtype))
+    made = decoder(net, imitation(random_model(max_position_embeddings=128), 0.1).to(net.dtype),
+                   dtype=dtype, max_new_tokens=90)
+    texts = [Text(prompt, tokens, ["hit 0"] * 90) for prompt, tokens in zip(RAGGED, made(RAGGED))]
+    flags = ["--target", target_folder, "--temperature", "0", "--dtype", dtype]
+    path = tmp_path / "file.jsonl"
+    assert main([write_lines(path, texts, None), *flags]) == 0
+    report = capsys.readouterr().out
+    assert "hit 0" in report and "Nothing found" in report
+    texts[1].tokens[70] = (texts[1].tokens[70] + 1) % 40
+    assert main([write_lines(path, texts, None), *flags]) == 1
+    assert "FOUND" in capsys.readouterr().out
+
+
+BAD_FILES = {
+    "": "holds no tokens", "[1]": "line 1: not a JSON object", "not JSON": "not a JSON object",
+    '{"tokens": [1]}': "no list of token ids called prompt_tokens",
+    '{"prompt_tokens": [1]}': "no list of token ids called tokens",
+    '{"prompt_tokens": [1], "tokens": ["a"]}': "no list of token ids called tokens",
+    '{"prompt_tokens": [1], "tokens": []}': "holds no tokens",
+    '{"prompt_tokens": [], "tokens": [1]}': "an empty prompt",
+    '{"prompt_tokens": [1], "tokens": [40]}': "tokens holds the id 40, and the target's vocabulary "
+                                              "has 40",
+    '{"prompt_tokens": [-1], "tokens": [4]}': "holds the id -1",
+    '{"prompt": "letters", "tokens": [1]}': "the target has no tokenizer",
+    '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["a"]}': "2 tokens and 1 entries of group",
+    json.dumps({"prompt_tokens": [1], "tokens": [1] * 128}): "129 tokens, and the target's context",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+def test_a_bad_file_gets_one_sentence(content, target_folder, tmp_path, capsys):
+    path = tmp_path / "file.jsonl"
+    path.write_text(content, "utf-8")
+    assert main([str(path), "--target", target_folder, "--temperature", "1"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert BAD_FILES[content] in said
+
+
+def test_what_the_audit_cannot_read_or_guess_gets_one_sentence(target_folder, tmp_path, capsys):
+    text = Text([1], [2], [])
+    path = write_lines(tmp_path / "file.jsonl", [text], None)
+    missing = str(tmp_path / "none")
+    for arguments, sentence in (
+            ([missing], f"{missing}: No such file"), ([path], "name --target"),
+            ([path, "--target", target_folder], "name --temperature"),
+            ([path, "--target", target_folder, "--temperature", "-1"], "top-p: `temperature` (="),
+            ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: ")):
+        assert main(arguments) == 2
+        assert sentence in capsys.readouterr().err
+    assert main([path, "--target", target_folder, "--temperature", "1"]) == 0
+    assert "-" in capsys.readouterr().out, "one token tells nothing"
