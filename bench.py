@@ -45,8 +45,7 @@ LINES = {  # of the comparison: changes of settings
     "SSD, budget 64": {"budget": 64},
     "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
 SAMPLED_LINES = {
-    "SSD, budget 64, C = 0.75": {"budget": 64, "downweight": 0.75},
-    "SSD, public noise": {"budget": 24, "public_noise": True}}
+    "SSD, budget 64, C = 0.75": {"budget": 64, "downweight": 0.75}}
 COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
 COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",

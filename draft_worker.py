@@ -21,8 +21,7 @@ import torch
 
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
 from runtime.model import CausalLM, to_device
-from runtime.noise import (BACKUP_STREAM, BRANCH_STREAM, PublicNoise, UniformStream,
-                           exponential_noise)
+from runtime.noise import BACKUP_STREAM, BRANCH_STREAM, UniformStream
 from runtime.stats import GuessCounts
 from sampling import Sampler, point_mass
 
@@ -48,17 +47,15 @@ class Plan(NamedTuple):
 class DraftWorker:
     """The draft model, and the verified text of every row of a batch of B."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan,
-                 noise: PublicNoise | None = None):
-        """`sampler` with C of Saguaro sampling; `seed` and `noise` as the target's: branches and
-        backups have random streams of their own, independent of the verifier's."""
+    def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan):
+        """`sampler` with C of Saguaro sampling; `seed` as the target's: branches and backups have
+        random streams of their own, independent of the verifier's."""
         self.model = model
         self.sampler = sampler
         self.plan = plan
         self.lookahead = plan.lookahead
         self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
-        self.noise = noise
         self.watch = model.watch
         self.guess_counts = GuessCounts(plan.lookahead, min(plan.budget, model.vocab_size))
         dtype = torch.promote_types(model.dtype, torch.float32)
@@ -69,8 +66,6 @@ class DraftWorker:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
         self.allocate(len(prompts), max_length)
         self.model.prefill(prompts)
-        if self.noise:
-            self.noise.start(len(prompts))
         width = max_length + self.lookahead + 1
         padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
         self.text = torch.tensor(padded)                                 # [B, width]
@@ -121,10 +116,6 @@ class DraftWorker:
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
         scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
-        if self.noise:  # then guess what the target will draw with it
-            keys = to_device(self.noise.keys(self.length, drafted.shape[1]), device)
-            noise = exponential_noise(keys, self.model.vocab_size)
-            scores = self.sampler.probabilities(scores) / noise
         # After k < K accepted tokens s_{k+1} was rejected, so p < q there: it is not the bonus
         # token. After K none was, and `drafted`, one shorter than the scores, leaves those alone.
         scores = scores.scatter(-1, drafted[..., None], -torch.inf)

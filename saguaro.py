@@ -37,7 +37,6 @@ from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_ou
 from draft_worker import BACKUPS, DraftWorker, Plan
 from runtime.job import Job, Models, check_prompts
 from runtime.model import to_device
-from runtime.noise import PublicNoise
 from runtime.placement import Placement
 from runtime.screen import Display
 from runtime.stats import Stats
@@ -269,18 +268,14 @@ class Decoder:
 def workers(settings: Settings,
             models: Models) -> tuple[TargetWorker | None, DraftWorker | None]:
     """The verifier and the speculator that this rank runs."""
-    def noise() -> PublicNoise | None:
-        on = settings.public_noise and settings.temperature > 0
-        return PublicNoise(settings.seed) if on else None
-
     sampling = (settings.temperature, settings.top_k, settings.top_p)
     target = speculator = None
     if models.target:
-        target = TargetWorker(models.target, Sampler(*sampling), settings.seed, noise())
+        target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
     if models.draft and settings.mode != "ar":
         downweight = settings.downweight if settings.mode == "ssd" else 1.0  # only a cache gains
         sampler = Sampler(*sampling, downweight)
-        speculator = DraftWorker(models.draft, sampler, settings.seed, plan(settings), noise())
+        speculator = DraftWorker(models.draft, sampler, settings.seed, plan(settings))
     return target, speculator
 
 

@@ -22,8 +22,6 @@ leaves thousands of the tokens of a large vocabulary undrawable.
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from runtime.noise import sample_with_noise
-
 
 class Sampler:
     """Turns logits into the distribution that is sampled from, by transformers' own warpers in the
@@ -131,16 +129,15 @@ def point_mass(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return (tokens[..., None] == vocabulary).to(like.dtype)
 
 
-def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, uniforms: torch.Tensor,
-           noise_keys: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
+           uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lossless verification of a speculation: `(num_accepted [B], bonus [B])`.
 
     p `[B, K+1, V]`: the target's distributions before each drafted token and after the last;
     tokens `[B, K]`: the speculation, K = 0 included; q `[B, K, V]`: what they were drawn from,
     V = 0 for point masses; uniforms `[B, K+1]`, float64, in [0, 1). Tokens are accepted up to the
     first rejection. The bonus token comes from the residual there or, if all were accepted, from
-    the last p, which is the residual against q = 0. It is drawn with the last uniform number, or
-    with public noise (runtime/noise.py) where its `noise_keys` `[B, K+1]` are given.
+    the last p, which is the residual against q = 0. It is drawn with the last uniform number.
 
     >>> p = torch.tensor([[[1/2, 1/4, 1/4], [0.0, 0.0, 1.0]]])
     >>> q = torch.tensor([[[1/8, 3/4, 1/8]]])  # token 1 is accepted with probability 1/3
@@ -157,8 +154,4 @@ def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor, uniforms: tor
     q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
     row = torch.arange(len(p), device=p.device)
     r = residual(p[row, num_accepted], q[row, num_accepted])
-    if noise_keys is None:
-        bonus = inverse_cdf(r, uniforms[:, lookahead])
-    else:
-        bonus = sample_with_noise(r, noise_keys[row, num_accepted])
-    return num_accepted, bonus
+    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])

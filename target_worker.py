@@ -7,7 +7,7 @@ import torch
 import sampling
 from cache import Outcome, Speculation
 from runtime.model import CausalLM, to_device
-from runtime.noise import VERIFIER_STREAM, PublicNoise, UniformStream
+from runtime.noise import VERIFIER_STREAM, UniformStream
 from runtime.settings import UserError
 from sampling import Sampler
 
@@ -15,14 +15,11 @@ from sampling import Sampler
 class TargetWorker:
     """The target model and the end of the verified text of every row of a batch of B."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler, seed: int,
-                 noise: PublicNoise | None = None):
-        """`seed` of the uniform numbers that accept, reject and draw bonus tokens; these are drawn
-        with public `noise` instead, if there is any."""
+    def __init__(self, model: CausalLM, sampler: Sampler, seed: int):
+        """`seed` of the uniform numbers that accept, reject and draw bonus tokens."""
         self.model = model
         self.sampler = sampler
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
-        self.noise = noise
         self.watch = model.watch
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
@@ -30,8 +27,6 @@ class TargetWorker:
         speculation; later ones have at most `lookahead` tokens."""
         self.model.allocate(len(prompts), max_length, scratch=lookahead)
         self.model.prefill(prompts)
-        if self.noise:
-            self.noise.start(len(prompts))
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         self.last = torch.tensor([prompt[-1] for prompt in prompts])     # [B], not yet in the KV
         _, outcome = self.verify(Speculation.empty(len(prompts)))
@@ -50,12 +45,9 @@ class TargetWorker:
             drafted = to_device(speculation.tokens, device)
             q = to_device(speculation.q, device)
             uniforms = to_device(self.uniforms.draw(rows, lookahead + 1), device)
-            noise_keys = None
-            if self.noise:
-                noise_keys = to_device(self.noise.keys(self.length, lookahead), device)
             logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
             p = self.sampler.probabilities(logits)
-            num_accepted, bonus = sampling.verify(p, drafted, q, uniforms, noise_keys)
+            num_accepted, bonus = sampling.verify(p, drafted, q, uniforms)
             finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
             # The host waits once, not for each of these.
             verdict = torch.stack([num_accepted, bonus, finite.long(), *drafted.T]).cpu()

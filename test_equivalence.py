@@ -65,7 +65,7 @@ from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
 from draft_worker import DraftWorker
 from runtime.job import Models
 from runtime.model import CausalLM
-from runtime.noise import PublicNoise, UniformStream, exponential_noise
+from runtime.noise import UniformStream
 from runtime.placement import Placement
 from runtime.settings import Settings
 from runtime.stats import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
@@ -303,25 +303,6 @@ def test_as_C_falls_the_bonus_token_moves_into_the_cache_whatever_p_is_and_accep
     assert (acceptance[0] - acceptance[-1]).mean() > 0.1
 
 
-@pytest.mark.parametrize("warping", ({}, dict(temperature=0.7, top_k=8, top_p=0.9)), ids=str)
-def test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token(warping):
-    """A draft that is the target: all it drafts is accepted, and one guess at "all accepted" is
-    right, in every batch. Without public noise it is wrong at times."""
-    net = random_model()
-    draft = copy.deepcopy(net)
-    draft.resize_token_embeddings(48, mean_resizing=False)  # a padded vocabulary
-    hit_rates = []
-    for noise in (True, False):
-        choices = dict(temperature=1, fan_out="0,0,0,1", public_noise=noise, max_new_tokens=20)
-        made = decoder(net, draft, **choices | warping)
-        made(RAGGED)
-        made(RAGGED)
-        assert made.stats.rejected == 0
-        hit_rates.append(made.stats.summary()["hit_rate"])
-    assert hit_rates[0] == 1
-    assert 0 < hit_rates[1] < 1
-
-
 def test_a_run_of_one_seed_shares_no_random_number_with_the_next(monkeypatch):
     """Nor do target, branches and backups with each other, nor one round with another."""
     drawn = []
@@ -550,18 +531,17 @@ def test_after_many_rounds_of_hits_and_misses_all_KV_is_fresh(mode, backup, temp
         assert_kv_is_fresh(draft.model, row, verified[:-1])  # or was rewritten, standing still
 
 
-@pytest.mark.parametrize("temperature, public_noise, family", (
-    (0, False, "llama"), (0.8, True, "llama"), (0.8, False, "gpt2"), (0.8, False, "gpt_neox")))
+@pytest.mark.parametrize("temperature, family", (
+    (0, "llama"), (0.8, "llama"), (0.8, "gpt2"), (0.8, "gpt_neox")))
 def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
-        temperature, public_noise, family):
+        temperature, family):
     """By plain passes. The outcomes: for each k, after the text and s_1..s_k, the likeliest tokens
-    but for s_{k+1}; with public noise, after division by that of the bonus token's position. Each
-    branch: q of every step is what follows the text, s_1..s_k, t* and the branch's own tokens; and
+    but for s_{k+1}. Each branch: q of every step is what follows the text, s_1..s_k, t* and the branch's own tokens; and
     a backup's, what follows the text and its own; both by Saguaro sampling."""
     shape = [3, 2, 1, 2]
     net = random_model(family, num_hidden_layers=2)
     made = decoder(net, imitation(net, 0.2), temperature=temperature, fan_out="3,2,1,2",
-                   public_noise=public_noise, downweight=0.5)
+                   downweight=0.5)
     draft = made.speculator.draft
     record = run_rounds(made, RAGGED, 4)
     speculation = made.speculator.speculate(*record[-1])
@@ -584,9 +564,6 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
     for row, drafted in enumerate(speculation.tokens):
         text = draft.text[row, :draft.length[row]].tolist()
         scores = plainly(text + drafted.tolist(), 4)
-        if public_noise:
-            keys = draft.noise.keys(draft.length, 3)[row]
-            scores = scores / exponential_noise(keys, 40)
         scores[range(3), drafted] = -1
         likeliest = set()
         for k, F in enumerate(shape):
@@ -699,7 +676,7 @@ def joint_p_value(texts: torch.Tensor, **choices) -> float:
 
 
 SETTINGS = [  # the first also in the edit loop
-    dict(temperature=1.4, top_k=4, downweight=0.5, public_noise=True, samples=30_000),
+    dict(temperature=1.4, top_k=4, downweight=0.5, samples=30_000),
     pytest.param(dict(temperature=0.7, downweight=0.0, backup="lookup", samples=30_000),
                  marks=slow),
     pytest.param(dict(temperature=1.0, downweight=0.5), marks=slow),
@@ -754,7 +731,7 @@ def test_in_random_settings_all_texts_are_the_targets(seed):
         lookahead=K, budget=choose.choice((0, 1, 7, 100)), seed=seed,
         fan_out=choose.choice(("geometric", "uniform", by_hand)),
         backup=choose.choice(("neural", "lookup", "random", "auto")),
-        downweight=choose.choice((0.0, 0.5, 1.0)), public_noise=choose.random() < 0.3,
+        downweight=choose.choice((0.0, 0.5, 1.0)),
         max_new_tokens=choose.choice((1, 5, 40)) if greedy else 60,
         temperature=0 if greedy else choose.choice((0.7, 1)), top_k=choose.choice((0, 6)),
         top_p=choose.choice((0.95, 1.0)))
@@ -851,20 +828,11 @@ MISTAKES = {
         (DraftWorker, "pre_speculate", "uniforms[step]", "uniforms[0]"),
     "the target's uniform numbers the same in every round":
         (TargetWorker, "verify", "self.uniforms.draw(", "UniformStream(7, 0).draw("),
-    "drafts drawn with the public noise of the bonus token at their position":
-        (DraftWorker, "pre_speculate", "branch_tokens.append(tokens)", """keys = torch.cat([
-                self.noise.keys(at, 0) for at in (tree.positions + step + 1).unbind(1)], 1)
-            tokens = (q / exponential_noise(keys, q.shape[-1])).argmax(-1)
-            branch_tokens.append(tokens)"""),
-    "public noise the same at all positions":
-        (PublicNoise, "keys", "^ position)", "^ 0 * position)"),
-    "public noise the same in all rows":
-        (PublicNoise, "keys", "^ self.rows)", "^ 0 * self.rows)"),
 }
 # Wrong, and yet lossless: whatever is proposed for whatever reason, it is verified against the q it
 # was drawn from. Other tests catch these: a test, and its arguments.
 TREE = (test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text,
-        0.8, True, "llama")
+        0.8, "llama")
 HARMLESS = {
     "a hit served with the tokens and the q of another row":
         (SpeculationCache, "look_up", "torch.arange(len(match))",
@@ -887,21 +855,17 @@ HARMLESS = {
     "a draft that guesses at random":
         (Sampler, "sample", "self.probabilities(logits)",
          "torch.full_like(logits, 1 / logits.shape[-1])", *TREE),
-    "a draft that mistakes the public noise":
-        (DraftWorker, "trunk_pass", "keys(self.length", "keys(self.length - 1",
-         test_a_draft_that_knows_the_noise_and_the_target_guesses_every_bonus_token, {}),
 }
 CONTROL = dict(temperature=0.7, downweight=0.5)
-UNCHANGED = ("the program as it is", "the program as it is, with public noise")
+UNCHANGED = ("the program as it is",)
 
 
 def planted(monkeypatch, name: str) -> dict:
-    """Plant a mistake (none: UNCHANGED). Returns the settings that show it: mistakes about public
-    noise are planted where it is on, and those about look-ups where these are the backup."""
+    """Plant a mistake (none: UNCHANGED). Returns the settings that show it: mistakes about
+    look-ups are planted where these are the backup."""
     if name not in UNCHANGED:
         replace_line(monkeypatch, *(MISTAKES | HARMLESS)[name][:4])
-    return CONTROL | {"public_noise": "public noise" in name,
-                      "backup": "lookup" if "look-ups" in name else "neural"}
+    return CONTROL | {"backup": "lookup" if "look-ups" in name else "neural"}
 
 
 def p_value_with(name: str, samples: int = 20_000) -> float:
@@ -1034,7 +998,7 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
 
 
 @pytest.mark.parametrize("count, jobs", (
-    (2, [dict(temperature=0), dict(temperature=1, downweight=0.7, public_noise=True)]),
+    (2, [dict(temperature=0), dict(temperature=1, downweight=0.7)]),
     pytest.param(3, [dict(temperature=1, downweight=0.7, budget=3, backup="random")],
                  marks=slow)))
 def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(count, jobs):

@@ -139,9 +139,8 @@ class Narrator(Sequences):
                      f"{sent_s:.3f}  {uniforms[i]:.3f}  {p_s / sent_s:.3f}: {verdict}")
         name = "the residual" if k < len(drafted) else "p"
         r = residual(p[k], sent[k]) if k < len(drafted) else p[k]
-        drawn = "public noise" if self.target.noise else f"u = {uniforms[-1]:.3f}"
         likeliest = [f"{self.words([int(token)])} {share:.3f}" for share, token in zip(*r.topk(4))]
-        self.say(f"  t*   from {name}, with {drawn}:  " + "   ".join(likeliest))
+        self.say(f"  t*   from {name}, with u = {uniforms[-1]:.3f}:  " + "   ".join(likeliest))
 
     def distributions(self, model: CausalLM, drafted: torch.Tensor) -> torch.Tensor:
         """A model's distributions `[B, K+1, V]` along the drafted tokens; the KV stays as it is."""

@@ -25,7 +25,6 @@ import saguaro
 from cache import BACKUP, FINISHED, PRIMARY, Outcome, Speculation, SpeculationCache
 from draft_worker import DraftWorker
 from runtime.model import CausalLM, load
-from runtime.noise import splitmix64
 from runtime.settings import TINY
 
 VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"))["values"]
@@ -71,10 +70,6 @@ def verify(p, tokens, q, uniforms):
     return num_accepted[::len(EVEN)], shares(bonus)
 
 
-def verify_with_noise(p, tokens, q, uniforms, keys):
-    return sampling.verify(p, tokens, q, uniforms.expand(-1, 2), splitmix64(keys))
-
-
 def sample(weights, temperature, downweight, fan_out):
     sampler = sampling.Sampler(temperature, downweight=downweight)
     logits = weights.log().expand(2, len(EVEN) // 2, 4)
@@ -99,7 +94,7 @@ def look_up(k, bonus, tokens, *outcome):
 
 
 FUNCTIONS = {function.__name__: function for function in (
-    sampling.acceptance_probability, sampling.residual, verify, verify_with_noise,
+    sampling.acceptance_probability, sampling.residual, verify,
     sampling.saguaro_distribution, sample, cache.acceptance_distribution, geometric_fan_out,
     likely_outcomes, look_up, cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
 

@@ -44,10 +44,7 @@ for b in range(len(p)):
     while k < K and uniforms[b, k] < acceptance_probability(p[b, k], own[k], tokens[b, k]):
         k += 1
     r = residual(p[b, k], torch.cat([own, p[b, K:]])[k])
-    if noise_keys is None:
-        bonus.append(inverse_cdf(r, uniforms[b, K]))
-    else:
-        bonus.append(sample_with_noise(r[None], noise_keys[b, k][None])[0])
+    bonus.append(inverse_cdf(r, uniforms[b, K]))
     ks.append(k)
 return torch.tensor(ks), torch.stack(bonus)""",
     "sampling.saguaro_distribution": """
@@ -137,7 +134,6 @@ WRONG = (
     ("sampling.verify", "u equal to the probability accepts", "k] <", "k] <="),
     ("sampling.verify", "bonus token from p", "residual(p[b, k], torch.cat([own, p[b, K:]])[k])",
      "p[b, k]"),
-    ("sampling.verify", "noise of another position", "noise_keys[b, k]", "noise_keys[b, -1]"),
     ("sampling.verify", "counts what follows a rejection", ".cumprod(1).sum(1)", ".sum(1)"),
     ("sampling.saguaro_distribution", "C is taken off the logits",
      "downweight * z.exp()", "(z - downweight).exp()"),
@@ -552,7 +548,7 @@ TWO = ("def f(x):", "import os\nimport sys\n\n\ndef main(")
 @pytest.mark.parametrize("flags", [
     dict(rounds=1), dict(rounds=2, temperature=1.0, downweight=0.5, budget=7),
     dict(rounds=2, temperature=0.7, prompt=TWO, backup="lookup", seed=3),
-    dict(rounds=3, prompt=TWO, lookahead=2, fan_out="1,2,3", public_noise=True, temperature=1.0)])
+    dict(rounds=3, prompt=TWO, lookahead=2, fan_out="1,2,3", temperature=1.0)])
 def test_every_branch_that_is_shown_is_what_a_plain_forward_gives(
         capsys, monkeypatch, one_thread, models, flags):
     settings = ExplainSettings(**dict(prompt=("def f(x):",)) | flags)
@@ -595,7 +591,7 @@ def test_every_branch_that_is_shown_is_what_a_plain_forward_gives(
         assert lines.count("-->") == rows
         assert lines.count("not guessed") == lines.count("MISS")
         assert max(map(len, lines.splitlines())) <= 100
-        assert ("with u = " in lines) == (settings.temperature > 0 and not settings.public_noise)
+        assert ("with u = " in lines) == (settings.temperature > 0)
 
 
 @pytest.mark.slow

@@ -73,9 +73,6 @@ class DecodingSettings:
         CACHE, 0.8, "a, the acceptance rate of drafted tokens, for the shape", min=0, max=1)
     miss_exponent: float = option(
         CACHE, 1.0, "r of the power law of misses (Def. 11), for the shape", min=1e-9, max=1e9)
-    public_noise: bool = option(
-        CACHE, False, "not in the paper: draw bonus tokens with noise that the draft can compute; "
-        "the output is distributed as without")
     downweight: float = option(
         "section 4.2, Saguaro sampling", 1.0, "C (Def. 14); 1 is ordinary sampling; when greedy "
         "it does nothing", min=0, max=1, metavar="C")

@@ -299,7 +299,7 @@ def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
 # ---- rounds on GPUs ----
 
 ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(backup="lookup"),
-          dict(temperature=1, public_noise=True), dict(temperature=1, backup="lookup"),
+          dict(temperature=1, backup="lookup"),
           dict(temperature=1, backup="random"), dict(temperature=1, mode="sd"),
           dict(temperature=1, mode="ar"))
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
@@ -342,7 +342,7 @@ def host_waits(temperature: float) -> dict[str, int]:
     """A rank's job: how often the host waits for the GPU in each step of a round that hits."""
     fake_gpus()
     model = copy.deepcopy(random_model()).to("cuda:0")
-    made = decoder(model, model, temperature=temperature, public_noise=True)
+    made = decoder(model, model, temperature=temperature)
     record = run_rounds(made, RAGGED[:1], 2)
     draft = made.speculator.draft
     sequences = Sequences(RAGGED[:1], 20, 64, [], Stats(), lambda *_: None)

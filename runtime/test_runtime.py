@@ -200,7 +200,7 @@ def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_in
 @pytest.mark.parametrize("wrong, sentence", (
     (dict(lookahead="4"), "--lookahead is '4'; it must be a whole number"),
     (dict(prompt=["a", 5]), "--prompt is 5; it must be a text"),
-    (dict(public_noise="no"), "--public-noise is 'no'; it must be True or False"),
+    (dict(eager="no"), "--eager is 'no'; it must be True or False"),
     (dict(temperature=1e-9), "must be 0 or at least 1e-6"),
     (dict(pace=60), "--pace is (60,); it must be two numbers"),
     (dict(fan_out=[4, 3, 2, 1, 2]), "--fan-out is [4, 3, 2, 1, 2]; it must be a text")), ids=str)
@@ -506,7 +506,7 @@ def test_texts_are_printed_whatever_standard_output_is(redirection, variables):
 
 
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
-         "sampled": ["--temperature", 1, "--seed", 3, "--downweight", 0.5, "--public-noise"],
+         "sampled": ["--temperature", 1, "--seed", 3, "--downweight", 0.5],
          "sampled sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"],
          "float32": ["--mode", "ar", "--dtype", "auto"]}  # unless every rank has a GPU
 RUNS = {1: ("ar", "sampled sd", "float32"), 2: (*LINES,), 3: ("ar", "sampled", "sampled sd")}
@@ -618,7 +618,7 @@ def test_a_text_beyond_a_window_or_a_change_of_rotary_embeddings_is_refused(fami
 
 @pytest.mark.parametrize("overflows, choices", (
     ("target", dict(temperature=0)), ("target", dict(temperature=1)),
-    ("draft", dict(temperature=1)), ("draft", dict(temperature=1, public_noise=True))), ids=str)
+    ("draft", dict(temperature=1))), ids=str)
 def test_logits_that_overflow_are_reported_in_one_sentence(overflows, choices):
     target = copy.deepcopy(random_model()).half()
     draft = imitation(random_model(), 0.1).half()
