@@ -5,7 +5,6 @@ no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs.
 """
 import copy
 import os
-import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path

@@ -24,8 +24,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
-
+import huggingface_hub
 import psutil
 import pytest
 import torch
@@ -36,7 +35,7 @@ import cache
 import draft_worker
 import saguaro
 from cache import PRIMARY
-from runtime import launch, settings, timing
+from runtime import launch, timing
 from runtime.job import Job, encode, open_model
 from runtime.model import CausalLM
 from runtime.screen import Display, print_summary
@@ -66,6 +65,8 @@ def one_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     monkeypatch.setattr(launch, "start_draft_rank", lambda: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
+    # the variable HF_HUB_OFFLINE is read at the import, which other test files have done
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 def obey(program: str, *words, out=None) -> tuple[int, str]:
