@@ -1,15 +1,13 @@
 """Marks submissions: the points of every exercise, on the screen and as CSV.
 
-    python -m course.mark FOLDER... --csv marks.csv --seed 2026
+    python -m course.mark FOLDER... --csv marks.csv
 
 A submission is a folder with the files to hand in. Each exercise is graded in a process of its own,
-with a time-out, with the solutions of all others, and on the numbers that `--seed` makes, too, so a
-table of answers does not pass. It is the students' code that runs: use a sandbox.
+with a time-out, and with the solutions of all others. It is the students' code that runs: use a
+sandbox.
 """
 import argparse
-import copy
 import csv
-import json
 import os
 import re
 import shutil
@@ -19,38 +17,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy
-
 from course.handout import EXERCISES, ROOT, missing
 
 
-def varied(seed: int) -> str:
-    """The values of values.toml with other numbers, and what the solutions make of them (JSON)."""
-    from course import grading  # here, because torch takes seconds
-    rng = numpy.random.default_rng(seed)
-    times = rng.integers(2, 9)
-
-    def vary(value):
-        """Integers become larger, others smaller; four of these are a distribution, and stay so."""
-        array = numpy.array(value)
-        if array.dtype.kind == "i":
-            return (array * times).tolist()
-        array = array * rng.uniform(0.85, 1.0, array.shape)
-        if array.shape[-1:] == (4,):
-            array /= array.sum(-1, keepdims=True).clip(1e-9)
-        return array.tolist()
-
-    values = copy.deepcopy([given for given in grading.VALUES if given["vary"]])
-    for given in values:
-        solution = grading.FUNCTIONS[given["function"]]
-        for case in given["cases"]:
-            for place in given["vary"]:
-                case[0][place] = vary(case[0][place])
-            case[1] = solution(*map(grading.as_tensor, case[0]))
-    return json.dumps(values, default=lambda tensor: tensor.tolist())
-
-
-def grade(submission: Path, number: str, values: str, args) -> tuple[int, str]:
+def grade(submission: Path, number: str, timeout: float) -> tuple[int, str]:
     """The points for one exercise, and a remark where there are none."""
     exercise = EXERCISES[number]
     file = f"{exercise['module']}.py"
@@ -62,18 +32,17 @@ def grade(submission: Path, number: str, values: str, args) -> tuple[int, str]:
                "-m", f"exercise{number}", str(ROOT / "course/grading.py")]
     with tempfile.TemporaryDirectory() as folder:
         # an answer is found before its solution
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "COLUMNS": "150",
-                                    "GRADING_VALUES": values, "GRADING_SEED": str(args.seed)}
+        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "COLUMNS": "150"}
         try:
             answer = (submission / file).read_text("utf-8")
             if missing(number) in answer:
                 return 0, "not attempted"
             Path(folder, file).write_text(answer + put_back, "utf-8")
             shutil.copyfile(ROOT / file, Path(folder, "solution.py"))
-            run = subprocess.run(command, cwd=folder, timeout=args.timeout, capture_output=True,
+            run = subprocess.run(command, cwd=folder, timeout=timeout, capture_output=True,
                                  env=environment, text=True, errors="replace")
         except subprocess.TimeoutExpired:
-            return 0, f"not done after {args.timeout:g} seconds"
+            return 0, f"not done after {timeout:g} seconds"
         except (OSError, ValueError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
     if run.returncode == 0 and " passed" in run.stdout:
@@ -86,18 +55,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Mark submissions.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--csv", default=os.devnull, help="write points and remarks to this file")
-    parser.add_argument("--seed", type=int, default=0, help="of the numbers that are tried")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each exercise")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     args = parser.parse_args()
-    values = varied(args.seed)
     print(*args.only, "total", "submission", sep="\t")
     with (ThreadPoolExecutor(os.cpu_count()) as pool,
           open(args.csv, "w", newline="", encoding="utf-8") as file):
         table = csv.writer(file)
         table.writerow(["submission", *args.only, "total", "remarks"])
         for folder in args.folders:
-            marks = pool.map(lambda number: grade(folder, number, values, args), args.only)
+            marks = pool.map(lambda number: grade(folder, number, args.timeout), args.only)
             points, remarks = zip(*marks)
             said = [f"{number}: {remark}" for number, remark in zip(args.only, remarks) if remark]
             table.writerow([folder, *points, sum(points), "; ".join(said)])

@@ -9,18 +9,14 @@ this very program other bodies, the ones that the hand-out would hold, and call 
 import ast
 import csv
 import io
-import json
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import cache
-import sampling
 from course import explain, grading, mark
 from course.handout import EXERCISES, ROOT, missing, replaced, write
 from runtime.job import Job
@@ -509,24 +505,10 @@ def test_marking(tmp_path, monkeypatch, capsys):
     assert [row[1:3] for row in rows[1:]] == [["15", "15"], ["0", "0"], ["0", "0"]]
     assert rows[1][3] == "" and rows[2][3] == "4: not attempted" and "SyntaxError" in rows[3][3]
     assert "SyntaxError" in capsys.readouterr().out
-    args = SimpleNamespace(seed=0, timeout=2.5)
-    late = mark.grade(tmp_path / "loop", "4", "[]", args)
+    late = mark.grade(tmp_path / "loop", "4", 2.5)
     assert late == (0, "not done after 2.5 seconds")
-    gone = mark.grade(tmp_path / "gone", "4", "[]", args)
+    gone = mark.grade(tmp_path / "gone", "4", 2.5)
     assert gone[0] == 0 and "FileNotFoundError" in gone[1]
-
-
-def test_a_seed_gives_other_numbers_that_a_table_of_answers_does_not_know():
-    assert mark.varied(seed=7) == mark.varied(seed=7) != mark.varied(seed=8)
-    given = json.loads(mark.varied(seed=7))
-    names = {values["function"] for values in given}
-    assert names == {values["function"] for values in grading.VALUES}
-    for values in given:
-        grading.test_values(values)
-    for values in given:
-        before = next(old for old in grading.VALUES if old["hint"] == values["hint"])
-        known = [arguments for arguments, _ in before["cases"]]
-        assert any(arguments not in known for arguments, _ in values["cases"]), values["function"]
 
 
 # ---- slow motion ----
@@ -547,51 +529,17 @@ TWO = ("def f(x):", "import os\nimport sys\n\n\ndef main(")
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     dict(rounds=1), dict(rounds=2, temperature=1.0, downweight=0.5, budget=7),
-    dict(rounds=2, temperature=0.7, prompt=TWO, backup="lookup", seed=3),
-    dict(rounds=3, prompt=TWO, lookahead=2, fan_out="1,2,3", temperature=1.0)])
-def test_every_branch_that_is_shown_is_what_a_plain_forward_gives(
-        capsys, monkeypatch, one_thread, models, flags):
+    dict(rounds=2, temperature=0.7, prompt=TWO, backup="lookup", seed=3)])
+def test_slow_motion_shows_a_hit_or_a_miss_of_every_row_in_every_round(
+        capsys, one_thread, models, flags):
     settings = ExplainSettings(**dict(prompt=("def f(x):",)) | flags)
-    told = []
-
-    def check_branches(narrator, speculation, outcome):
-        tell(narrator, speculation, outcome)
-        cache = narrator.turns.cache
-        lines = capsys.readouterr().out
-        told.append(lines)
-        for row, prompt in enumerate(narrator.prompts):
-            text = prompt + narrator.new_tokens[row]
-            drafted = speculation.tokens[row].tolist()
-            guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
-            for branch, (k, bonus, tokens) in enumerate(guesses):
-                whole = text + drafted[:k] + [bonus] + tokens
-                with torch.inference_mode():
-                    logits = models.draft.model(torch.tensor([whole])).logits[0]
-                logits = logits[-1 - len(tokens):-1]
-                if settings.temperature:
-                    q = sampler.probabilities(logits)
-                    F = narrator.draft.plan.fan_out[0]
-                    for step, (q_step, shown_q) in enumerate(zip(q, cache.q[row, branch])):
-                        sigma = sampling.saguaro_distribution(q_step, F[step], settings.downweight)
-                        assert torch.allclose(sigma, shown_q, atol=1e-3)
-                else:
-                    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-                    assert (chosen >= logits.amax(1) - 1e-3).all()
-                assert narrator.words([bonus]) in lines
-                assert f"[ {narrator.words(tokens)} ]"[:30] in lines
-
-    tell = explain.Narrator.tell
-    sampler = sampling.Sampler(settings.temperature or 1.0)
-    monkeypatch.setattr(explain.Narrator, "tell", check_branches)
     explain.Narrator(Job(settings), models).tell_all()
-    assert len(told) == settings.rounds + 1
-    for lines in told:
-        rows = len(settings.prompt)
-        assert lines.count("HIT") + lines.count("MISS") == rows
-        assert lines.count("-->") == rows
-        assert lines.count("not guessed") == lines.count("MISS")
-        assert max(map(len, lines.splitlines())) <= 100
-        assert ("with u = " in lines) == (settings.temperature > 0)
+    shown = capsys.readouterr().out
+    rows = len(settings.prompt) * (settings.rounds + 1)
+    assert shown.count("HIT") + shown.count("MISS") == rows == shown.count("-->")
+    assert shown.count("not guessed") == shown.count("MISS")
+    assert max(map(len, shown.splitlines())) <= 100
+    assert ("with u = " in shown) == (settings.temperature > 0)
 
 
 @pytest.mark.slow

@@ -43,9 +43,6 @@ def check_model(model: "runtime.model.CausalLM") -> None:
     than with transformers' own cache, which is rounding."""
     config = model.model.config
     kind = config.model_type
-    if masks_by_slot(model.model):
-        raise UserError(f"{kind} models keep a causal mask of their own, by slot and not by "
-                        "position, so their text would be wrong")
     n = int(min(PROBE, model.context, text_limit(config)))
     half = n // 2
     vocab_size = model.last_token + 1
@@ -77,12 +74,6 @@ def check_model(model: "runtime.model.CausalLM") -> None:
                         "their text would be wrong")
 
 
-def masks_by_slot(model: PreTrainedModel) -> bool:
-    """Does a layer hold a causal mask `[1, 1, N, N]` of its own (GPT-Neo)? It takes slots for
-    positions."""
-    return any(buffer.shape == (1, 1, *buffer.shape[-1:] * 2) for buffer in model.buffers())
-
-
 def token_by_token(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`, by transformers' own cache."""
     past = model(tokens[:, :-3], use_cache=True).past_key_values
@@ -91,17 +82,18 @@ def token_by_token(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor
 
 
 def through_slots(model: "runtime.model.CausalLM", tokens: torch.Tensor) -> torch.Tensor:
-    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots."""
+    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots whose
+    order is not that of the text."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
-    logits = [model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))]
-    visible = torch.arange(n + 3, device=model.device)[None, None] < n - 2
-    for position, slot in ((n - 2, n + 2), (n - 1, n)):
-        visible[..., slot] = True
-        place = torch.tensor([[position], [slot]], device=model.device)
-        logits.append(model.forward(tokens[:, position, None], place[:1], place[1:], visible))
-    return torch.cat(logits, 1)
+    after_rejection = model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))
+    positions, slots = torch.tensor([[n - 2, n - 1], [n + 2, n]], device=model.device)[:, None]
+    visible = (torch.arange(n + 3, device=model.device) < n - 2).repeat(1, 2, 1)
+    visible[..., n + 2] = True
+    visible[:, 1, n] = True
+    branch = model.forward(tokens[:, -2:], positions, slots, visible)
+    return torch.cat([after_rejection, branch], 1)
 
 
 def size(logits: torch.Tensor) -> float:
