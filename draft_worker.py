@@ -12,8 +12,7 @@ A round of the draft, with K = lookahead:
                                 lookup  what followed the last tokens where they occurred before
                                 random  tokens drawn blindly (the paper's fast backup)
 
-Without `pre_speculate` the same worker is the draft of plain speculative decoding: every round
-misses.
+With a budget of 0 the same worker is the draft of plain speculative decoding: every round misses.
 """
 from typing import Any, NamedTuple
 
@@ -83,8 +82,8 @@ class DraftWorker:
         plan = self.plan
         device = self.model.device
         rows, num_drafted = speculation.tokens.shape
-        if plan.budget == 0:
-            return self.empty_cache(rows)
+        if plan.budget == 0:  # an empty cache
+            return SpeculationCache.empty(rows, plan.lookahead, self.q_like)
         with self.watch("trunk"):
             candidates = self.trunk_pass(speculation)
             fan_out = torch.tensor(plan.fan_out)[speculation.source]
@@ -126,12 +125,11 @@ class DraftWorker:
     # ---- the answer ----
 
     def speculate(self, speculation: Speculation, outcome: Outcome,
-                  cache: SpeculationCache | None = None) -> Speculation:
+                  cache: SpeculationCache) -> Speculation:
         """The speculation that follows `outcome`, the result of verifying `speculation`: from the
         cache on a hit, from the backup on a miss. One miss makes all rows wait, so the backup
-        drafts for all; rows that hit keep what was prepared. Without a cache every row misses."""
+        drafts for all; rows that hit keep what was prepared."""
         self.advance(speculation, outcome)
-        cache = cache or self.empty_cache(len(outcome.bonus))
         tokens, q, hit = cache.look_up(outcome)
         if not (hit | outcome.finished).all():
             keep = to_device(hit[:, None], tokens.device)
@@ -148,9 +146,6 @@ class DraftWorker:
         self.text.scatter_(1, self.length[:, None] + torch.arange(drafted.shape[1]), drafted)
         self.text.scatter_(1, end[:, None], outcome.bonus[:, None])
         self.length = end + 1
-
-    def empty_cache(self, rows: int) -> SpeculationCache:
-        return SpeculationCache.empty(rows, self.lookahead, self.q_like)
 
     def report(self) -> dict[str, Any]:
         """Of the trunks, trees and backups since the last call, see `Stopwatch.read`; and for the

@@ -91,7 +91,8 @@ def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
 
 
 class TakingTurns:
-    """SSD in one process: the same text and the same hits, but nothing overlaps."""
+    """Target and draft in one process, in turns: SSD with the same text and the same hits, but
+    nothing overlaps; or, with an empty cache, plain speculative decoding."""
 
     def __init__(self, draft: DraftWorker):
         self.draft = draft
@@ -222,9 +223,9 @@ class Decoder:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
-        elif settings.mode == "ssd":
+        if self.speculator and not (self.channel and settings.mode == "ssd"):
             self.speculator = TakingTurns(self.speculator)
-            self.stats.overlaps = False
+            self.stats.overlaps = settings.mode == "sd"  # in ssd one process does the work of two
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
@@ -273,9 +274,11 @@ def workers(settings: Settings,
     if models.target:
         target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
     if models.draft and settings.mode != "ar":
-        downweight = settings.downweight if settings.mode == "ssd" else 1.0  # only a cache gains
-        sampler = Sampler(*sampling, downweight)
-        speculator = DraftWorker(models.draft, sampler, settings.seed, plan(settings))
+        chosen = plan(settings)
+        if settings.mode == "sd":  # nothing is prepared: every round misses
+            chosen = chosen._replace(fan_out=[[0] * (settings.lookahead + 1)] * 2)
+        sampler = Sampler(*sampling, settings.downweight)
+        speculator = DraftWorker(models.draft, sampler, settings.seed, chosen)
     return target, speculator
 
 

@@ -520,7 +520,7 @@ def test_after_many_rounds_of_hits_and_misses_all_KV_is_fresh(mode, backup, temp
                    max_new_tokens=50)
     texts, rounds = texts_and_rounds(made, RAGGED)
     target = made.target
-    draft = made.speculator.draft if mode == "ssd" else made.speculator
+    draft = made.speculator.draft
     last = {row: new for row, new, _ in rounds}
     assert len(rounds) > 20 * len(RAGGED)
     assert mode == "sd" or {source for *_, source in rounds} == {PRIMARY, BACKUP}

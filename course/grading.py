@@ -177,20 +177,20 @@ def test_7():
 @pytest.mark.exercise8a
 @pytest.mark.parametrize("k, bonus, hits", [
     ([1, 1], [7, 9], [0]), ([0, 1], [3, 7], [1]), ([2, 0], [9, 9], []), ([0, 1], [9, 7], [0, 1]),
-    ([FINISHED, 0], [9, 8], [1]), ([0, 1], [9, 7], None)])
+    ([FINISHED, 0], [9, 8], [1])])
 def test_8a(k, bonus, hits):
-    """The cache, if any, guesses (0, 9) and (1, 7) in row 0, (0, 8) and (1, 7) in row 1."""
+    """The cache guesses (0, 9) and (1, 7) in row 0, (0, 8) and (1, 7) in row 1."""
     draft = worker([1, 1, 0], [0, 2, 0])
     draft.trunk_pass(IN_FLIGHT)
     guesses = Outcome(torch.tensor([[0, 1], [0, 1]]), torch.tensor([[9, 7], [8, 7]]))
     prepared = torch.arange(8).view(2, 2, 2)
     q = torch.nn.functional.one_hot(prepared, V).double()
-    cached = None if hits is None else SpeculationCache(guesses, prepared, q)
+    cached = SpeculationCache(guesses, prepared, q)
     arguments = IN_FLIGHT, Outcome(torch.tensor(k), torch.tensor(bonus)), cached
     answer = attempt("8a", draft.speculate, *arguments)
     says = functools.partial(check, arguments)
     active = [row for row in range(2) if k[row] != FINISHED]
-    source = [PRIMARY if row in (hits or []) else BACKUP for row in active]
+    source = [PRIMARY if row in hits else BACKUP for row in active]
     work = [name for name, *_ in draft.watch.read()["spans"]]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)

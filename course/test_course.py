@@ -82,8 +82,6 @@ return Tree(length[:, None] + num_accepted, slots, visible)""",
     "draft_worker.DraftWorker.speculate": """
 self.advance(speculation, outcome)
 rows = range(len(outcome.bonus))
-if cache is None:
-    cache = self.empty_cache(len(rows))
 tokens, q, hit = cache.look_up(outcome)
 missed = [b for b in rows if not hit[b]]
 if any(not outcome.finished[b] for b in missed):
@@ -95,7 +93,7 @@ return Speculation(tokens, q, torch.tensor([BACKUP if b in missed else PRIMARY f
     "draft_worker.DraftWorker.pre_speculate": """
 B, K = speculation.tokens.shape
 if not sum(self.plan.fan_out[PRIMARY]):
-    return self.empty_cache(B)
+    return SpeculationCache.empty(B, self.lookahead, self.q_like)
 with self.watch("trunk"):
     candidates = self.trunk_pass(speculation)
 fan_out = [self.plan.fan_out[s] for s in speculation.source] if K else [[self.plan.budget]] * B
@@ -165,7 +163,6 @@ SPECULATE = (  # of exercise 8a
     ("the text does not grow", "self.advance(speculation, outcome)", "pass"),
     ("the backup drafts after the old text", "    drafted = BACKUPS[",
      "    self.length = self.length - 1\n        drafted = BACKUPS["),
-    ("no cache, no answer", "if cache is None:", "if False:"),
     ("always the backup", "missed = [b for b in rows if not hit[b]]", "missed = list(rows)"),
     ("a hit waits for the backup, too", "if any(not outcome.finished[b] for b in missed):",
      "if True:"),
