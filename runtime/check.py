@@ -1,44 +1,18 @@
-"""Which models can be decoded here: by their configuration, and by trying them.
+"""Which models can be decoded here: found out by trying them.
 
 A model must be causal, attend to its whole context, and compute the same through KV slots: a pass
 over stale slots, and a branch in scratch slots, must give the logits of an ordinary forward.
 """
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from runtime.model import CausalLM, text_limit
 from runtime.settings import UserError
 
 PROBE = 32  # tokens of the text with which a model is tried
 
 
-def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have, prompt included. Raises `UserError` for what is no decoder
-    with a context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if config.is_encoder_decoder or context is None:
-        raise UserError(f"{config.model_type} models cannot be decoded here: only causal language "
-                        "models with attention over their whole context (max_position_embeddings)")
-    return context
-
-
-def text_limit(config: PretrainedConfig) -> float:
-    """The longest text, in tokens, for which masks over slots say everything: every layer attends
-    to all of it, and no position embedding depends on its length (as those of type longrope)."""
-    config = config.get_text_config()
-    limits = []
-    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if "chunked_attention" in layers:
-        limits.append(config.attention_chunk_size)
-    if "sliding_attention" in layers:
-        limits.append(getattr(config, "sliding_window", None))
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            limits.append(rope["original_max_position_embeddings"])
-    return min(filter(None, limits), default=torch.inf)
-
-
-def check_model(model: "runtime.model.CausalLM") -> None:
+def check_model(model: CausalLM) -> None:
     """Raises `UserError` for a model that is not causal, or whose logits change with slots by more
     than with transformers' own cache, which is rounding."""
     config = model.model.config
@@ -81,7 +55,7 @@ def token_by_token(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor
     return torch.cat(logits, 1)
 
 
-def through_slots(model: "runtime.model.CausalLM", tokens: torch.Tensor) -> torch.Tensor:
+def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """The same: one after a pass that leaves rejected tokens behind, two in scratch slots whose
     order is not that of the text."""
     n = tokens.shape[1]

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
-from runtime.check import context_length
+from runtime.check import check_model
 from runtime.cuda_graphs import GraphRunner
-from runtime.model import CausalLM, load
+from runtime.model import CausalLM, context_length, load
 from runtime.placement import Placement
 from runtime.settings import DecodingSettings, UserError, first_line, read_prompts
 from runtime.tensor_parallel import check_shardable, load_sharded
@@ -70,7 +70,9 @@ class Job:
 
     def ready(self, model: CausalLM, milliseconds: float,
               group: dist.ProcessGroup | None = None) -> CausalLM:
-        """With its pace, and CUDA graphs where they serve. `group`: the ranks that share it."""
+        """Checked, with its pace, and CUDA graphs where they serve. `group`: the ranks that share
+        it."""
+        check_model(model)
         if self.placement.on_gpus and not self.settings.eager:
             model.forward_fn = GraphRunner(model, group)
         model.watch.pace = milliseconds / 1000

@@ -27,7 +27,6 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from runtime.check import check_model, context_length, text_limit
 from runtime.settings import UserError, first_line
 from runtime.timing import Stopwatch
 
@@ -86,7 +85,6 @@ class CausalLM:
         self.kv = KVCache(0, 0)
         self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
         self.watch = Stopwatch(self.device)
-        check_model(self)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
@@ -182,3 +180,30 @@ def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     if missing <= 0:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """The most tokens a text may have, prompt included. Raises `UserError` for what is no decoder
+    with a context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if config.is_encoder_decoder or context is None:
+        raise UserError(f"{config.model_type} models cannot be decoded here: only causal language "
+                        "models with attention over their whole context (max_position_embeddings)")
+    return context
+
+
+def text_limit(config: PretrainedConfig) -> float:
+    """The longest text, in tokens, for which masks over slots say everything: every layer attends
+    to all of it, and no position embedding depends on its length (as those of type longrope)."""
+    config = config.get_text_config()
+    limits = []
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if "chunked_attention" in layers:
+        limits.append(config.attention_chunk_size)
+    if "sliding_attention" in layers:
+        limits.append(getattr(config, "sliding_window", None))
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])
+    return min(filter(None, limits), default=torch.inf)

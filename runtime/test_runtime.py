@@ -36,6 +36,7 @@ import draft_worker
 import saguaro
 from cache import PRIMARY
 from runtime import launch, timing
+from runtime.check import check_model
 from runtime.job import Job, encode, open_model
 from runtime.model import CausalLM
 from runtime.screen import Display, print_summary
@@ -598,7 +599,7 @@ def fresh_model(family: str = "llama", **changes):
     ("gpt_bigcode", {}, nullcontext())))  # has a mask by slot, and does not use it
 def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes, expected):
     with expected:
-        CausalLM(fresh_model(family, **changes).float())
+        check_model(CausalLM(fresh_model(family, **changes).float()))
 
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
