@@ -1,14 +1,15 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
 SSD pays where target and draft compute on devices of their own. So by default their work is paced:
-it takes five times as long as on H100s (`runtime.timing.Stopwatch`); all else is real. This
+it takes five times as long as on H100s (`engine.timing.Stopwatch`); all else is real. This
 emulates latencies; it measures no GPU. Speed is that of decoding, without prefill.
 
 In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
 without a pace, times are the pace's, and Theorem 7 (in a batch Corollary 16) gives the speed.
 """
-from runtime.launch import launch
-from runtime.settings import ROOT, SWEEPS, BenchSettings, Settings, UserError, open_for_writing
+from cli.launch import launch
+from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
+from engine.errors import UserError
 
 if __name__ == "__main__":
     launch(BenchSettings, "bench")  # parses first, then imports this module: torch takes seconds
@@ -26,9 +27,10 @@ import transformers
 from tqdm import tqdm
 
 from cache import PRIMARY, fan_out_shape, speedup_over_sd_bounds, throughput
+from cli.job import Job
+from cli.stats import Stats, theorem_7
+from engine.counts import counted_hit_rate, fit_shape
 from figures import draw
-from runtime.job import Job
-from runtime.stats import Stats, counted_hit_rate, fit_shape, theorem_7
 from saguaro import Decoder, warm_up, workers
 
 NUM_PROMPTS = 12

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
-from runtime.model import CausalLM, to_device
-from runtime.noise import BACKUP_STREAM, BRANCH_STREAM, UniformStream
-from runtime.stats import GuessCounts
+from engine.counts import GuessCounts
+from engine.model import CausalLM, to_device
+from engine.noise import BACKUP_STREAM, BRANCH_STREAM, UniformStream
 from sampling import Sampler, point_mass
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good

@@ -20,8 +20,9 @@ speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
 """
-from runtime.launch import launch
-from runtime.settings import Settings, UserError
+from cli.launch import launch
+from cli.settings import Settings
+from engine.errors import UserError
 
 if __name__ == "__main__":
     launch(Settings, "saguaro")  # parses first, then imports this module: torch takes seconds
@@ -34,12 +35,12 @@ import torch
 import torch.distributed as dist
 
 from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_out_shape
+from cli.job import Job, Models, check_prompts
+from cli.placement import Placement
+from cli.screen import Display
+from cli.stats import Stats
 from draft_worker import BACKUPS, DraftWorker, Plan
-from runtime.job import Job, Models, check_prompts
-from runtime.model import to_device
-from runtime.placement import Placement
-from runtime.screen import Display
-from runtime.stats import Stats
+from engine.model import to_device
 from sampling import Sampler
 from target_worker import TargetWorker
 

@@ -6,9 +6,9 @@ import torch
 
 import sampling
 from cache import Outcome, Speculation
-from runtime.model import CausalLM, to_device
-from runtime.noise import VERIFIER_STREAM, UniformStream
-from runtime.settings import UserError
+from engine.errors import UserError
+from engine.model import CausalLM, to_device
+from engine.noise import VERIFIER_STREAM, UniformStream
 from sampling import Sampler
 
 

@@ -62,14 +62,18 @@ import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
+from cli.job import Models
+from cli.placement import Placement
+from cli.settings import Settings
 from draft_worker import DraftWorker
-from runtime.job import Models
-from runtime.model import CausalLM
-from runtime.noise import UniformStream
-from runtime.placement import Placement
-from runtime.settings import Settings
-from runtime.stats import (counted_acceptance_rate, counted_hit_rate, counted_miss_rates,
-                           fit_power_law)
+from engine.counts import (
+    counted_acceptance_rate,
+    counted_hit_rate,
+    counted_miss_rates,
+    fit_power_law,
+)
+from engine.model import CausalLM
+from engine.noise import UniformStream
 from saguaro import Decoder, plan
 from sampling import Sampler
 from target_worker import TargetWorker
@@ -343,7 +347,7 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
                                              (1e-6, 0.5, 1.0, 2.0, 30.0)):
         likelihood = cache.acceptance_distribution(a, K)
 
-        def misses(shape) -> float:
+        def misses(shape, likelihood=likelihood, r=r) -> float:
             return sum(P * (F ** -r if F else 2.0) for P, F in zip(likelihood, shape))
 
         shapes = itertools.product(range(budget + 1), repeat=K + 1)
@@ -502,7 +506,7 @@ def test_prompt_lookup_continues_the_longest_and_then_most_recent_match(text, pr
 def assert_kv_is_fresh(model: CausalLM, row: int, text: list[int]) -> None:
     """The slots of the row hold what a plain pass over the text computes."""
     with torch.inference_mode():
-        fresh = model.model(torch.tensor([text])).past_key_values.layers
+        fresh = model.model(torch.tensor([text]))[model.cache_name].layers
     for number, plain in enumerate(fresh):
         keys, values = model.kv.layers[number]
         assert_close(keys[row, :, :len(text)], plain.keys[0], 1e-9)
@@ -536,8 +540,9 @@ def test_after_many_rounds_of_hits_and_misses_all_KV_is_fresh(mode, backup, temp
 def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
         temperature, family):
     """By plain passes. The outcomes: for each k, after the text and s_1..s_k, the likeliest tokens
-    but for s_{k+1}. Each branch: q of every step is what follows the text, s_1..s_k, t* and the branch's own tokens; and
-    a backup's, what follows the text and its own; both by Saguaro sampling."""
+    but for s_{k+1}. Each branch: q of every step is what follows the text, s_1..s_k, t* and the
+    branch's own tokens; and a backup's, what follows the text and its own; both by Saguaro
+    sampling."""
     shape = [3, 2, 1, 2]
     net = random_model(family, num_hidden_layers=2)
     made = decoder(net, imitation(net, 0.2), temperature=temperature, fan_out="3,2,1,2",

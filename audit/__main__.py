@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from audit.evidence import ALPHA, TESTS, Finding, audit_groups, p_text, would_have_shown
 from audit.replay import Text, greedy_gaps, members, warpers_of
-from runtime.settings import UserError, first_line
+from engine.errors import UserError, first_line
 
 
 def audit_parser() -> argparse.ArgumentParser:

@@ -7,10 +7,14 @@ from typing import Iterator, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import (LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper,
-                          TopPLogitsWarper)
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from runtime.settings import UserError
+from engine.errors import UserError
 
 PIECE = 2 ** 22  # logits that are worked on at once
 RANGES = 16      # of token ids

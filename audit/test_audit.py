@@ -11,14 +11,30 @@ from transformers import AutoTokenizer
 
 import sampling
 from audit.__main__ import main
-from audit.evidence import (ALPHA, TESTS, audit, audit_groups, evenness, sum_p_value,
-                            would_have_shown)
+from audit.evidence import (
+    ALPHA,
+    TESTS,
+    audit,
+    audit_groups,
+    evenness,
+    sum_p_value,
+    would_have_shown,
+)
 from audit.replay import Replayed, Text, replay, target_logits, warpers_of
-from runtime.settings import TINY
-from test_equivalence import (MISTAKES, RAGGED, assert_close, decoder, draw_uniforms, imitation,
-                              random_distributions, random_model, replace_line, run_rounds,
-                              texts_of)
-
+from cli.settings import TINY
+from test_equivalence import (
+    MISTAKES,
+    RAGGED,
+    assert_close,
+    decoder,
+    draw_uniforms,
+    imitation,
+    random_distributions,
+    random_model,
+    replace_line,
+    run_rounds,
+    texts_of,
+)
 
 WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(logits); found by
     "the truth": (lambda logits, at: logits, set()),

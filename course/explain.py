@@ -7,8 +7,8 @@ What two ranks do at the same time (Algorithm 1) happens here one after the othe
 Fig. 2 with real tokens. Shown are the speculation under verification, every guessed outcome
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
-from runtime.launch import launch
-from runtime.settings import ExplainSettings
+from cli.launch import launch
+from cli.settings import ExplainSettings
 
 if __name__ == "__main__":
     launch(ExplainSettings, "course.explain")  # parses first: torch takes seconds
@@ -19,11 +19,11 @@ import sys
 import torch
 
 from cache import BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, acceptance_distribution
-from runtime.job import Job, Models
-from runtime.model import CausalLM
-from runtime.noise import VERIFIER_STREAM, UniformStream
-from runtime.screen import Display, can_show_colours, visible
-from runtime.stats import Stats
+from cli.job import Job, Models
+from cli.screen import Display, can_show_colours, visible
+from cli.stats import Stats
+from engine.model import CausalLM
+from engine.noise import VERIFIER_STREAM, UniformStream
 from saguaro import Sequences, TakingTurns, decode, workers
 from sampling import Sampler, residual
 

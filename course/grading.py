@@ -10,6 +10,7 @@ import operator
 import tomllib
 import traceback
 from pathlib import Path
+from typing import Sequence
 from unittest import mock
 
 import numpy
@@ -18,12 +19,12 @@ import torch
 
 import cache
 import draft_worker
-import sampling
 import saguaro
+import sampling
 from cache import BACKUP, FINISHED, PRIMARY, Outcome, Speculation, SpeculationCache
+from cli.settings import TINY
 from draft_worker import DraftWorker
-from runtime.model import CausalLM, load
-from runtime.settings import TINY
+from engine.model import CausalLM, load
 
 VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"))["values"]
 SEED = 0  # of texts and guesses in exercises 7 and 8
@@ -130,9 +131,9 @@ SHAPES = [3, 1, 2], [1, 4, 1]  # F_0..F_K after a hit and after a backup
 OTHER_TEXT = "after another text. Where does the tree begin? Do guesses and branches correspond?"
 
 
-def plain(text: list[int], tokens: list[int] = []) -> torch.Tensor:
+def plain(text: list[int], tokens: Sequence[int] = ()) -> torch.Tensor:
     """Logits `[1 + K, V]` after a text and after each of K tokens, by an ordinary forward pass."""
-    return MODEL.model(torch.tensor([text + tokens])).logits[0, len(text) - 1:].detach()
+    return MODEL.model(torch.tensor([[*text, *tokens]])).logits[0, len(text) - 1:].detach()
 
 
 def sigma(logits: torch.Tensor, fan_out: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from course.handout import EXERCISES, ROOT, missing
@@ -64,7 +65,7 @@ def main() -> None:
         table = csv.writer(file)
         table.writerow(["submission", *args.only, "total", "remarks"])
         for folder in args.folders:
-            marks = pool.map(lambda number: grade(folder, number, args.timeout), args.only)
+            marks = pool.map(partial(grade, folder, timeout=args.timeout), args.only)
             points, remarks = zip(*marks)
             said = [f"{number}: {remark}" for number, remark in zip(args.only, remarks) if remark]
             table.writerow([folder, *points, sum(points), "; ".join(said)])

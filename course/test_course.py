@@ -17,10 +17,10 @@ import sys
 import pytest
 
 import cache
+from cli.job import Job
+from cli.settings import ExplainSettings, parse
 from course import explain, grading, mark
 from course.handout import EXERCISES, ROOT, missing, replaced, write
-from runtime.job import Job
-from runtime.settings import ExplainSettings, parse
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -429,7 +429,7 @@ def test_every_best_shape_is_near_the_expected_one(given, expected, miss_of_none
 # ---- the hand-out ----
 
 def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
-    stray = ROOT / "runtime/stray.py"
+    stray = ROOT / "cli/stray.py"
     stray.write_text("not known to git")
     try:
         write(tmp_path, list(EXERCISES))
@@ -439,7 +439,7 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".toml", ".ini")}
     assert {"test_exercises.py", "SHEET.md", "LAB.md", "values.toml"} < set(given)
     assert given["SHEET.md"] == (ROOT / "course/SHEET.md").read_text("utf-8")
-    assert not {"README.md", "runtime/stray.py", "handout.toml"} & set(given)
+    assert not {"README.md", "cli/stray.py", "handout.toml"} & set(given)
     assert not [*tmp_path.glob("figures/*.svg"), *tmp_path.rglob("*.pyc")]
     assert (tmp_path / "tiny/target/model.safetensors").is_file()
     for number, exercise in EXERCISES.items():
@@ -477,7 +477,7 @@ def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
 
 def test_afterwards_all_is_handed_out(tmp_path):
     write(tmp_path, [])
-    for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "runtime/test_runtime.py",
+    for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "cli/test_cli.py",
                  "README.md", "figures/shape.svg"):
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes()
 

@@ -2,8 +2,8 @@
 import torch
 
 from cache import critical_batch_size
-from runtime.model import fit_vocabulary
-from runtime.stats import counted_miss_rates, fit_power_law
+from engine.counts import counted_miss_rates, fit_power_law
+from engine.model import fit_vocabulary
 from sampling import Sampler, residual, saguaro_distribution
 
 SSD = "#12365c"  # one colour per method
@@ -130,14 +130,14 @@ def one_position(bench, found: list[dict], axes) -> None:
                      for drafted in (q, sigma)]
     place = (after - before).argmax()
     shown = likeliest[place]
-    for ax, C, drafted, share in zip(axes, (1, C), (q, sigma), (before, after)):
+    for ax, kept, drafted, share in zip(axes, (1, C), (q, sigma), (before, after)):
         bars = {"target's p": (p, SSD), "draft's q": (drafted, SD),
                 "residual": (residual(p, drafted), OTHER)}
         for i, (name, (heights, colour)) in enumerate(bars.items()):
             ax.bar(torch.arange(6) + 0.27 * (i - 1), heights[place, shown], 0.27, label=name,
                    color=colour)
         ax.axvspan(-0.5, F - 0.5, color="0.93", zorder=0)
-        ax.set(title=f"C = {C:g}: {share[place]:.0%} of the residual is cached", ylim=(0, 1),
+        ax.set(title=f"C = {kept:g}: {share[place]:.0%} of the residual is cached", ylim=(0, 1),
                ylabel="probability", xlabel="next token (grey: cached)")
         ax.set_xticks(range(6), [repr(bench.job.tokenizer.decode([token])) for token in shown])
     axes[0].legend()

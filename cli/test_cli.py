@@ -35,14 +35,15 @@ import cache
 import draft_worker
 import saguaro
 from cache import PRIMARY
-from runtime import launch, timing
-from runtime.check import check_model
-from runtime.job import Job, encode, open_model
-from runtime.model import CausalLM
-from runtime.screen import Display, print_summary
-from runtime.settings import (ROOT, TINY, BenchSettings, ExplainSettings, Settings, UserError,
-                              parse)
-from runtime.stats import Stats
+from cli import launch
+from cli.job import Job, encode, open_model
+from cli.screen import Display, print_summary
+from cli.settings import ROOT, TINY, BenchSettings, ExplainSettings, Settings, parse
+from cli.stats import Stats
+from engine import timing
+from engine.check import check_model
+from engine.errors import UserError
+from engine.model import CausalLM
 from saguaro import Decoder
 from test_equivalence import RAGGED, decoder, imitation, in_ranks, random_model
 
@@ -253,7 +254,7 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
 
 def test_the_command_line_is_read_without_torch():
     """So --help and a wrong flag are answered at once."""
-    program = "import sys, runtime.settings, runtime.launch; sys.exit('torch' in sys.modules)"
+    program = "import sys, cli.settings, cli.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
@@ -387,7 +388,7 @@ def test_readme_and_porting_name_what_exists():
     for owner, name in names:
         assert hasattr((modules | classes)[owner], name), f"{owner}.{name}"
     porting = (ROOT / "PORTING.md").read_text("utf-8")
-    files = [ROOT / "test_equivalence.py", *ROOT.glob("runtime/test_*.py")]
+    files = [ROOT / "test_equivalence.py", *ROOT.glob("*/test_*.py")]
     tests = "".join(file.read_text("utf-8") for file in files)
     for name in re.findall(r"`(test_\w+)`", porting):
         assert f"def {name}(" in tests, name
@@ -416,8 +417,8 @@ WAITING = """\
 import os, sys, time
 rank = os.environ.get("RANK", "0")
 {}
-from runtime import launch
-from runtime.settings import Settings
+from cli import launch
+from cli.settings import Settings
 launch.GRACE = 1
 launch.prepare_process()
 launch.start(Settings)

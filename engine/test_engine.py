@@ -1,7 +1,7 @@
 """Tests of what larger models need: placement, CUDA graphs, tensor parallelism, GPUs. There need be
 no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs.
 
-    python -m pytest runtime/test_gpu.py
+    python -m pytest engine/test_engine.py
 """
 import copy
 import os
@@ -20,17 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache import PRIMARY, Outcome
-from runtime import cuda_graphs
-from runtime.job import Job
-from runtime.model import CausalLM, load
-from runtime.placement import Placement
-from runtime.screen import print_times
-from runtime.settings import TINY, Settings
-from runtime.stats import Stats
-from runtime.tensor_parallel import load_sharded
+from cli.job import Job
+from cli.placement import Placement
+from cli.screen import print_times
+from cli.settings import TINY, Settings
+from cli.stats import Stats
+from engine import cuda_graphs
+from engine.model import CausalLM, load
+from engine.tensor_parallel import load_sharded
 from saguaro import Decoder, Sequences
-from test_equivalence import (RAGGED, decoder, greedy_reference, imitation, in_ranks,
-                              random_model, run_rounds)
+from test_equivalence import (
+    RAGGED,
+    decoder,
+    greedy_reference,
+    imitation,
+    in_ranks,
+    random_model,
+    run_rounds,
+)
 
 slow = pytest.mark.slow
 
@@ -86,9 +93,15 @@ class FakeGraph(TorchDispatchMode):
 
 
 EVENT = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.0)
-STREAM = SimpleNamespace(wait_stream=lambda other: None)
+
+
+class FakeStream:
+    def wait_stream(self, other) -> None:
+        """Nothing runs beside anything."""
+
+
 FAKES = {"CUDAGraph": FakeGraph, "graph": FakeGraph.capture, "Event": lambda enable_timing: EVENT,
-         "Stream": lambda: STREAM, "current_stream": lambda: STREAM,
+         "Stream": FakeStream, "current_stream": FakeStream,
          "stream": lambda _: nullcontext()}  # in place of those of torch.cuda
 
 

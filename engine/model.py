@@ -20,15 +20,17 @@ A verified token lives in the slot whose number is its position. Then
     position    0  1  2  | 3   4  | 3  4  5  | 4   5   6
     b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
 
-Hugging Face models take this unmodified: any object with a fitting `update` passes for
-`past_key_values`, and a 4-D `attention_mask` is used as it is.
+Hugging Face models take this unmodified: any object with a fitting `update` passes for their cache,
+and a 4-D `attention_mask` is used as it is.
 """
+import inspect
+
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from runtime.settings import UserError, first_line
-from runtime.timing import Stopwatch
+from engine.errors import UserError, first_line
+from engine.timing import Stopwatch
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
@@ -82,6 +84,8 @@ class CausalLM:
         self.last_token = model.get_input_embeddings().num_embeddings - 1
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
+        names = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
         self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
         self.watch = Stopwatch(self.device)
@@ -122,7 +126,8 @@ class CausalLM:
         """The pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
         self.kv.set_slots(slots, mask.shape[-1])
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
-                          past_key_values=self.kv, use_cache=True, logits_to_keep=keep).logits
+                          use_cache=True, logits_to_keep=keep,
+                          **{self.cache_name: self.kv}).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:

@@ -7,7 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.settings import DecodingSettings, UserError, first_line
+from cli.settings import DecodingSettings
+from engine.errors import UserError, first_line
 
 
 class Placement:

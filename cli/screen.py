@@ -11,9 +11,9 @@ from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from cache import PRIMARY, throughput
-from runtime.job import Job
-from runtime.settings import Settings, open_for_writing
-from runtime.stats import theorem_7
+from cli.job import Job
+from cli.settings import Settings, open_for_writing
+from cli.stats import theorem_7
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 REPORT = (

@@ -9,19 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO, get_args
 
+from engine.errors import UserError, first_line
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "lookahead")
-
-
-class UserError(Exception):
-    """An error that the user can mend; one sentence says how."""
-
-
-def first_line(problem: Exception) -> str:
-    """Of a library's error message."""
-    return (getattr(problem, "strerror", None) or str(problem) or repr(problem)).splitlines()[0]
 
 
 # ---- the options ----

@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
 
-from runtime.check import check_model
-from runtime.cuda_graphs import GraphRunner
-from runtime.model import CausalLM, context_length, load
-from runtime.placement import Placement
-from runtime.settings import DecodingSettings, UserError, first_line, read_prompts
-from runtime.tensor_parallel import check_shardable, load_sharded
+from cli.placement import Placement
+from cli.settings import DecodingSettings, read_prompts
+from engine.check import check_model
+from engine.cuda_graphs import GraphRunner
+from engine.errors import UserError, first_line
+from engine.model import CausalLM, context_length, load
+from engine.tensor_parallel import check_shardable, load_sharded
 
 
 class Models(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from runtime.check import differ
-from runtime.model import CausalLM
+from engine.check import differ
+from engine.model import CausalLM
 
 WIDTHS = [2 ** i for i in range(8, 24)]  # slots; see above
 LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their launches

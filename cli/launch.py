@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Callable
 
-from runtime.settings import DecodingSettings, UserError, parse
+from cli.settings import DecodingSettings, parse
+from engine.errors import UserError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 PARENT = "SAGUARO_PARENT"  # the process that has started this rank, if that was not torchrun

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from runtime.model import load
-from runtime.settings import UserError
+from engine.errors import UserError
+from engine.model import load
 
 SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of a weight `[out, in]` that is shared out
 WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce",

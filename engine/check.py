@@ -4,10 +4,10 @@ A model must be causal, attend to its whole context, and compute the same throug
 over stale slots, and a branch in scratch slots, must give the logits of an ordinary forward.
 """
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache
 
-from runtime.model import CausalLM, text_limit
-from runtime.settings import UserError
+from engine.errors import UserError
+from engine.model import CausalLM, text_limit
 
 PROBE = 32  # tokens of the text with which a model is tried
 
@@ -28,7 +28,7 @@ def check_model(model: CausalLM) -> None:
         with torch.inference_mode():
             plain = model.model(tokens, use_cache=False).logits
             changed = model.model(other_ending, use_cache=False).logits[:, :half]
-            stepwise = token_by_token(model.model, tokens)
+            stepwise = token_by_token(model, tokens)
         doing = "with KV slots and tree attention"
         slotted = through_slots(model, tokens)
     except torch.OutOfMemoryError:
@@ -48,11 +48,12 @@ def check_model(model: CausalLM) -> None:
                         "their text would be wrong")
 
 
-def token_by_token(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`, by transformers' own cache."""
-    past = model(tokens[:, :-3], use_cache=True).past_key_values
-    logits = [model(token[None, None], past_key_values=past).logits for token in tokens[0, -3:]]
-    return torch.cat(logits, 1)
+    cache = {model.cache_name: DynamicCache(config=model.model.config)}
+    pieces = (tokens[:, :-3], *tokens[:, -3:].split(1, 1))
+    logits = [model.model(piece, use_cache=True, **cache).logits for piece in pieces]
+    return torch.cat(logits[1:], 1)
 
 
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
