@@ -22,17 +22,19 @@ from audit.evidence import (
 )
 from audit.replay import Replayed, Text, replay, target_logits, warpers_of
 from cli.settings import TINY
-from test_equivalence import (
-    MISTAKES,
+from engine.testing import (
     RAGGED,
     assert_close,
-    decoder,
-    draw_uniforms,
     imitation,
-    random_distributions,
+    make_decoder,
     random_model,
-    replace_line,
     run_rounds,
+)
+from test_equivalence import (
+    MISTAKES,
+    draw_uniforms,
+    random_distributions,
+    replace_line,
     texts_of,
 )
 
@@ -50,8 +52,9 @@ WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(lo
 }
 
 
-def told_of(how: str, seed: int, count: int = 10_000) -> Replayed:
-    """Tokens drawn from random distributions, in texts of 50; so told as if by `softmax`."""
+def drawn(how: str, seed: int, count: int = 10_000) -> Replayed:
+    """Tokens drawn in one of the ways of `WRITTEN` from random distributions, in texts of 50, and
+    replayed as if drawn from their softmax."""
     logits = 2 * random_distributions(count, 40, seed=seed).log() / 3
     at = torch.arange(count)
     bent, _ = WRITTEN[how]
@@ -68,16 +71,16 @@ def told_of(how: str, seed: int, count: int = 10_000) -> Replayed:
 
 @pytest.mark.parametrize("how", WRITTEN)
 def test_the_audit_accepts_the_truth_and_finds_each_bias_where_it_should(how):
-    finding = audit(told_of(how, seed=10))
-    found = {test for test, p in finding.p_values.items() if p < ALPHA}
+    finding = audit(drawn(how, seed=10))
+    found_by = {test for test, p in finding.p_values.items() if p < ALPHA}
     _, expected = WRITTEN[how]
-    assert expected <= found
-    assert expected or not found
+    assert expected <= found_by
+    assert expected or not found_by
     assert finding.impossible == 0
 
 
 def test_the_audits_p_values_of_the_truth_are_uniform():
-    findings = [audit(told_of("the truth", 3 * seed, count=1000)) for seed in range(200)]
+    findings = [audit(drawn("the truth", 3 * seed, count=1000)) for seed in range(200)]
     for test in TESTS:
         p_values = torch.tensor([finding.p_values[test] for finding in findings])
         assert evenness(p_values, bins=10) > ALPHA, test
@@ -105,11 +108,11 @@ def test_what_is_said_to_show_shows_99_times_of_a_hundred():
     probability = (1 + 2 * change.double()) / 20
     assert 0.5 * (probability - 0.05).abs().sum() == pytest.approx(would_have_shown(count))
     torch.manual_seed(0)
-    found = 0
+    rejected = 0
     for _ in range(1000):
         bins = probability.multinomial(count, replacement=True)
-        found += evenness((bins + 0.5) / 20, bins=20) < ALPHA
-    assert 970 < found < 1000
+        rejected += evenness((bins + 0.5) / 20, bins=20) < ALPHA
+    assert 970 < rejected < 1000
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +135,10 @@ def write_lines(path: Path, texts: list[Text], settings: dict | None) -> str:
 
 def texts_by_ssd(rounds: int, **choices) -> list[Text]:
     """200 rows of long texts by the random model, with four prompts."""
-    net = random_model(max_position_embeddings=128)
-    made = decoder(net, imitation(net, 0.3), **choices)
+    target = random_model(max_position_embeddings=128)
+    decoder = make_decoder(target, imitation(target, 0.3), **choices)
     prompts = 50 * RAGGED
-    return texts_of(run_rounds(made, prompts, rounds), prompts)
+    return texts_of(run_rounds(decoder, prompts, rounds), prompts)
 
 
 def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folder, tmp_path,
@@ -154,21 +157,21 @@ def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folde
     texts = texts_by_ssd(12, **sampling)
     assert main([write_lines(tmp_path / "file.jsonl", texts, settings)]) == 1
     assert "FOUND" in capsys.readouterr().out
-    net = random_model(max_position_embeddings=128)
-    findings = audit_groups(net, texts, warpers_of(0.8, 12, 1.0), batch_size=200)
-    found = {group for group, finding in findings.items()
+    target = random_model(max_position_embeddings=128)
+    findings = audit_groups(target, texts, warpers_of(0.8, 12, 1.0), batch_size=200)
+    guilty = {group for group, finding in findings.items()
              if any(p < ALPHA for p in finding.p_values.values())}
-    assert found > {"all"} and all(group.startswith("miss") for group in found - {"all"})
+    assert guilty > {"all"} and all(group.startswith("miss") for group in guilty - {"all"})
 
 
 def test_prompts_and_padding_do_not_matter_to_the_audit():
     """Texts of all lengths in batches: the logits are those of each text alone."""
-    net = random_model("gpt2", max_position_embeddings=128)
+    model = random_model("gpt2", max_position_embeddings=128)
     texts = [Text(list(range(1, 2 + number)), list(range(number, 2 * number + 1)), [])
              for number in range(12)]
-    for text, logits in zip(texts, target_logits(net, texts, 5), strict=True):
+    for text, logits in zip(texts, target_logits(model, texts, 5), strict=True):
         with torch.inference_mode():
-            alone = net(torch.tensor([text.prompt + text.tokens])).logits[0, :-1]
+            alone = model(torch.tensor([text.prompt + text.tokens])).logits[0, :-1]
         assert_close(logits, alone[-len(text.tokens):], 1e-9)
 
 
@@ -188,11 +191,12 @@ def test_a_prompt_in_letters_is_read_by_the_targets_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ("float64", "bfloat16"))
 def test_greedy_texts_may_differ_from_the_argmax_by_rounding_alone(dtype, target_folder, tmp_path,
                                                                   capsys):
-    net = random_model(max_position_embeddings=128)
-    net = copy.deepcopy(net).to(getattr(torch, dtype))
-    made = decoder(net, imitation(random_model(max_position_embeddings=128), 0.1).to(net.dtype),
-                   dtype=dtype, max_new_tokens=90)
-    texts = [Text(prompt, tokens, ["hit 0"] * 90) for prompt, tokens in zip(RAGGED, made(RAGGED))]
+    model = random_model(max_position_embeddings=128)
+    target, draft = (copy.deepcopy(each).to(getattr(torch, dtype))
+                     for each in (model, imitation(model, 0.1)))
+    decoder = make_decoder(target, draft, dtype=dtype, max_new_tokens=90)
+    texts = [Text(prompt, tokens, ["hit 0"] * 90)
+             for prompt, tokens in zip(RAGGED, decoder(RAGGED))]
     flags = ["--target", target_folder, "--temperature", "0", "--dtype", dtype]
     path = tmp_path / "file.jsonl"
     assert main([write_lines(path, texts, None), *flags]) == 0

@@ -44,8 +44,8 @@ from engine import timing
 from engine.check import check_model
 from engine.errors import UserError
 from engine.model import CausalLM
+from engine.testing import RAGGED, imitation, in_ranks, make_decoder, random_model
 from saguaro import Decoder
-from test_equivalence import RAGGED, decoder, imitation, in_ranks, random_model
 
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": Settings, "bench.py": BenchSettings}
@@ -234,7 +234,7 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
     ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1")))
 def test_prompts_made_in_python_are_checked_too(prompts, sentence):
     with pytest.raises(UserError, match=sentence):
-        decoder(random_model(), mode="ar")(prompts)
+        make_decoder(random_model(), mode="ar")(prompts)
 
 
 def test_a_backup_of_ones_own_is_a_function_and_a_line_in_a_dictionary(monkeypatch, pair):
@@ -347,7 +347,7 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_launch():
-    def found(sweep: str, name: str, value: float, key: str, **choices) -> str:
+    def metric(sweep: str, name: str, value: float, key: str, **choices) -> str:
         number, = [f[key] for f in launch_results()
                    if (f["sweep"], f["name"], f["value"]) == (sweep, name, value)
                    and (f["counted"] or sweep == "comparison")
@@ -355,18 +355,18 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
         return f"{number:.2f}"
 
     def hits(shape: str, backup: str) -> str:
-        return found("shape", shape, 1, "hit_rate", backup=backup)
+        return metric("shape", shape, 1, "hit_rate", backup=backup)
 
     def bent(key: str, downweight: float) -> str:
-        return found("downweight", "SSD", downweight, key)
+        return metric("downweight", "SSD", downweight, key)
 
     def speed(backup: str, rows: int) -> str:
-        return found("batch", f"{backup} backup", rows, "tokens a verification")
+        return metric("batch", f"{backup} backup", rows, "tokens a verification")
 
     readme = (ROOT / "README.md").read_text("utf-8")
     for sentence in (
-            f"SSD is {found('comparison', 'SSD', 0, '/ SD')} x as fast as speculative decoding and "
-            f"{found('comparison', 'SSD', 0, '/ AR')} x as fast as the target alone",
+            f"SSD is {metric('comparison', 'SSD', 0, '/ SD')} x as fast as speculative decoding "
+            f"and {metric('comparison', 'SSD', 0, '/ AR')} x as fast as the target alone",
             f"{hits('geometric', 'random')} of outcomes, uniform {hits('uniform', 'random')}",
             f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",
             f"hits rise from {bent('hit_rate', 1)} to {bent('hit_rate', 0)}",
@@ -407,8 +407,8 @@ def test_a_full_disk_and_a_closed_pipe_end_it_without_a_traceback(
     replaced = []  # standard output: else Python, at its exit, would report it once more
     monkeypatch.setattr(os, "dup2", lambda _, stream: replaced.append(stream))
     with suppress(OSError), open("/dev/full" if sentence else writer, "w") as out:
-        found = obey("saguaro.py", *pair, "--mode", "ar", "--prompt", "x", out=out)
-    assert found == (status, sentence) and replaced == [1]
+        result = obey("saguaro.py", *pair, "--mode", "ar", "--prompt", "x", out=out)
+    assert result == (status, sentence) and replaced == [1]
 
 
 # ---- processes ----
@@ -625,11 +625,11 @@ def test_a_text_beyond_a_window_or_a_change_of_rotary_embeddings_is_refused(fami
 def test_logits_that_overflow_are_reported_in_one_sentence(overflows, choices):
     target = copy.deepcopy(random_model()).half()
     draft = imitation(random_model(), 0.1).half()
-    made = decoder(target, draft, dtype="float16", max_new_tokens=8, **choices)
+    decoder = make_decoder(target, draft, dtype="float16", max_new_tokens=8, **choices)
     broken = target if overflows == "target" else draft
     broken.lm_head.weight.data *= 4e4
     with pytest.raises(UserError, match="float16.*--dtype float32"):
-        made(RAGGED)
+        decoder(RAGGED)
 
 
 @pytest.mark.parametrize("family, changes, ranks, mode, sentence", (

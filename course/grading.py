@@ -6,6 +6,7 @@ shows how a function is written. Write it as you please.
 """
 import functools
 import inspect
+import itertools
 import operator
 import tomllib
 import traceback
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Sequence
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 
@@ -98,7 +98,11 @@ FUNCTIONS = {function.__name__: function for function in (
 
 
 def as_tensor(value):
-    return torch.from_numpy(numpy.array(value)) if isinstance(value, list) else value
+    """Lists as tensors, of float64 or int64."""
+    if not isinstance(value, list):
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64)
+    return tensor if torch.tensor(value).is_floating_point() else tensor.long()
 
 
 @pytest.mark.parametrize("values", [
@@ -162,7 +166,7 @@ def test_7():
         arguments = MODEL, tree, tokens[step], step
         logits = attempt("tree_pass", draft_worker.tree_pass, *arguments)
         visible = torch.cat([call.args[3] for call in MODEL.forward_fn.call_args_list], 1) == 0
-        for row, branch in numpy.ndindex(2, 3):
+        for row, branch in itertools.product(range(2), range(3)):
             name = f"branch {branch} of row {row}"
             k = int(GUESSED[row, branch])
             seen = visible[row, branch].nonzero().flatten().tolist()

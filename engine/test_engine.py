@@ -5,18 +5,15 @@ no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs.
 """
 import copy
 import os
-from contextlib import contextmanager, nullcontext
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache import PRIMARY, Outcome
@@ -26,18 +23,19 @@ from cli.screen import print_times
 from cli.settings import TINY, Settings
 from cli.stats import Stats
 from engine import cuda_graphs
+from engine.fake_cuda import CPU, FAKES, FakeCUDA, FakeGraph, fake_gpus
 from engine.model import CausalLM, load
 from engine.tensor_parallel import load_sharded
-from saguaro import Decoder, Sequences
-from test_equivalence import (
+from engine.testing import (
     RAGGED,
-    decoder,
     greedy_reference,
     imitation,
     in_ranks,
+    make_decoder,
     random_model,
     run_rounds,
 )
+from saguaro import Decoder, Sequences
 
 slow = pytest.mark.slow
 
@@ -45,64 +43,6 @@ slow = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def threads_as_they_are(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-
-
-# ---- stand-ins for CUDA graphs and GPUs ----
-
-class FakeGraph(TorchDispatchMode):
-    """Stands in for a CUDA graph: remembers the operations of a pass with the very tensors that
-    they took and gave, and repeats them on these. As on a GPU all-reduces are captured, but wait
-    for no other rank before the graph is replayed."""
-    captures = 0
-    replays = 0
-    capturing = False
-
-    def __init__(self):
-        super().__init__()
-        self.operations = []
-
-    def pool(self) -> None:
-        return None
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        given = operation(*arguments, **options or {})
-        self.operations.append(on_host((operation, arguments, options or {}, given)))
-        return given
-
-    @contextmanager
-    def capture(self, *_, **__):
-        FakeGraph.captures += 1
-        all_reduce = dist.all_reduce
-
-        def remember(tensor, group):
-            self.operations.append(on_host((all_reduce, (tensor,), {"group": group}, None)))
-
-        with mock.patch.object(dist, "all_reduce", remember), self:
-            FakeGraph.capturing = True
-            yield
-            FakeGraph.capturing = False
-
-    def replay(self) -> None:
-        FakeGraph.replays += 1
-        with _disable_current_modes():
-            for operation, arguments, options, given in self.operations:
-                again = operation(*arguments, **options)
-                for old, new in zip(tensors_in(given), tensors_in(again)):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)  # else: a view, or in place
-
-
-EVENT = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.0)
-
-
-class FakeStream:
-    def wait_stream(self, other) -> None:
-        """Nothing runs beside anything."""
-
-
-FAKES = {"CUDAGraph": FakeGraph, "graph": FakeGraph.capture, "Event": lambda enable_timing: EVENT,
-         "Stream": FakeStream, "current_stream": FakeStream,
-         "stream": lambda _: nullcontext()}  # in place of those of torch.cuda
 
 
 @pytest.fixture
@@ -113,116 +53,23 @@ def fake_graphs(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "WIDTHS", [16, 32, 64])
 
 
-CPU = torch.device("cpu")
-READS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal"}
+# ---- which folder may import which ----
+
+PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
 
 
-class FakeCUDATensor(Tensor):
-    """Stands in for a tensor on a GPU: it has the device, and its numbers are in host memory."""
-
-    @staticmethod
-    def __new__(cls, numbers: Tensor, device: torch.device):
-        with torch.inference_mode(False):
-            return Tensor._make_wrapper_subclass(
-                cls, numbers.shape, numbers.stride(), numbers.storage_offset(),
-                dtype=numbers.dtype, device=device)
-
-    def __init__(self, numbers: Tensor, device: torch.device):
-        self.numbers = numbers
-
-    def tolist(self) -> list:
-        return self.cpu().tolist()
-
-    def __torch_dispatch__(self, *_, **__):
-        raise RuntimeError("a tensor on a GPU, and no FakeCUDA")
-
-
-class FakeCUDA(TorchDispatchMode):
-    """Every operation of PyTorch passes through here and, as on a GPU, tensors of different devices
-    cannot meet in one, none can be copied between devices while a graph is captured, and a copy to
-    the host must be waited for."""
-    host_waits = 0  # how often the host has waited: for numbers, or to hand some over
-
-    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
-        options = options or {}
-        name = operation.overloadpacket.__name__
-        if name == "to":  # becomes a copy, if it must be one
-            with self:
-                return operation.decompose(*arguments, **options)
-        tensors = tensors_in(arguments, *options.values())
-        # a number may meet tensors of any device, and one without numbers is on none
-        devices = {tensor.device for tensor in tensors
-                   if tensor.device.type == "cuda" or tensor.dim() and tensor.device == CPU}
-        copies = name in ("copy_", "_to_copy")
-        target = options.get("device")
-        if target is None:
-            target = tensors[0].device if copies else next(iter(devices), CPU)
-        if devices | {target} == {CPU}:
-            return operation(*arguments, **options)
-        crosses = copies and tensors[-1].device != target
-        if not copies and devices - {target}:
-            raise RuntimeError(f"{operation}: tensors on {devices}")
-        blocks = crosses and not (options.get("non_blocking") or True in arguments[2:])
-        if crosses and target == CPU and not blocks:
-            raise RuntimeError("the host would read before the copy has ended")
-        FakeCUDA.host_waits += blocks or name in READS
-        if FakeGraph.capturing and (crosses or name in READS):
-            raise RuntimeError("operation not permitted when stream is capturing")
-        known = {id(on_host(tensor)): tensor for tensor in tensors}  # changed in place
-
-        def at_target(computed):
-            if isinstance(computed, (list, tuple)):
-                return type(computed)(map(at_target, computed))
-            if id(computed) in known or target == CPU or not isinstance(computed, Tensor):
-                return known.get(id(computed), computed)
-            return FakeCUDATensor(computed, target)
-
-        return at_target(operation(*on_host(arguments), **on_host(options)))
-
-
-def on_host(value):
-    """All tensors as their numbers in host memory, and devices as the CPU."""
-    if isinstance(value, FakeCUDATensor):
-        return value.numbers
-    if type(value) in (list, tuple):
-        return type(value)(map(on_host, value))
-    if type(value) is dict:
-        return {key: on_host(part) for key, part in value.items()}
-    return CPU if isinstance(value, torch.device) else value
-
-
-def tensors_in(*values) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            found += tensors_in(*value)
-        elif isinstance(value, Tensor):
-            found.append(value)
-    return found
-
-
-def fake_gpus() -> None:
-    """From now on this process, for the rest of its life, has GPUs. gloo stands in for NCCL,
-    `FakeGraph` for a CUDA graph."""
-    if torch.cuda.CUDAGraph is FakeGraph:
-        return
-    new_gloo_group = dist.new_group
-    dist.new_group = lambda ranks, timeout, backend: new_gloo_group(ranks)
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new ones
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode holds for one thread
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    torch._C._ensureCUDADeviceGuardSet()  # these three as PyTorch's own FakeTensorMode does
-    torch._C._set_only_lift_cpu_tensors(True)
-    torch.cuda._lazy_init = lambda: None
-    FakeCUDA().__enter__()
-    for name, value in FAKES.items():
-        setattr(torch.cuda, name, value)
-    torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_capability = lambda _: (9, 0)
-    torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
-    torch.cuda.synchronize = lambda *_: setattr(FakeCUDA, "host_waits", FakeCUDA.host_waits + 1)
-    torch.cuda.get_device_name = lambda _: "stand-in"
-    torch.cuda.set_device = lambda _: None
+@pytest.mark.parametrize("files, forbidden", (
+    ("engine/*.py", PAPER | {"cli", "audit", "bench", "course"}),
+    ("sampling.py", PAPER | {"cli", "engine", "audit"}),
+    ("cache.py", PAPER | {"cli", "engine", "audit"}),
+    ("*_worker.py", {"cli", "saguaro", "audit"}),
+    ("audit/*.py", PAPER | {"cli", "engine.model", "engine.noise", "course"})))
+def test_imports_run_one_way(files, forbidden):
+    stand_ins = ("test", "fake")
+    for file in Path(__file__).parents[1].glob(files):
+        if not file.name.startswith(stand_ins):
+            imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", file.read_text("utf-8"), re.M)
+            assert not {name for name in imported if {name, name.split(".")[0]} & forbidden}, file
 
 
 # ---- who computes where ----
@@ -253,9 +100,9 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 1))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    found = Placement(Settings(mode=mode))
-    dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=found))
-    assert [str(found.device), found.threads, dtype] == expected
+    placement = Placement(Settings(mode=mode))
+    dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=placement))
+    assert [str(placement.device), placement.threads, dtype] == expected
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
     assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
@@ -278,9 +125,9 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}")
     dist.new_group = record_group
     dist.all_reduce = lambda tensor, group: done.append(f"from {tensor.device}")
-    found = Placement(Settings())
-    found.join()
-    return found.devices, done
+    placement = Placement(Settings())
+    placement.join()
+    return placement.devices, done
 
 
 def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
@@ -317,12 +164,12 @@ ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(bac
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
 
 
-def texts_of_rounds(made: Decoder) -> list[list[list[int]]]:
+def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
     """Of all batches with all choices."""
     texts = []
     for choices in ROUNDS:
-        settings = replace(made.settings, max_new_tokens=12, **choices)
-        texts += map(Decoder(settings, made.models), BATCHES)
+        settings = replace(decoder.settings, max_new_tokens=12, **choices)
+        texts += map(Decoder(settings, decoder.models), BATCHES)
     return texts
 
 
@@ -332,11 +179,11 @@ def decode_on_gpus(draft_device: str) -> list:
     cuda_graphs.WIDTHS = [16]
     target = copy.deepcopy(random_model()).to("cuda:0")
     draft = copy.deepcopy(imitation(random_model(), 0.15)).to(draft_device)
-    made = decoder(target, draft)
-    models = [model for model in made.models[:2] if model.device != CPU]
+    decoder = make_decoder(target, draft)
+    models = [model for model in decoder.models[:2] if model.device != CPU]
     for model in models:
         model.forward_fn = cuda_graphs.GraphRunner(model)
-    texts = texts_of_rounds(made)
+    texts = texts_of_rounds(decoder)
     for model in models:
         assert model.kv.graphs and model.forward_fn != model.forward_eager
     return texts
@@ -346,7 +193,7 @@ def decode_on_gpus(draft_device: str) -> list:
 @pytest.mark.parametrize("draft_device", ("cuda:0", "cpu"))
 def test_rounds_on_gpus_write_the_same_texts(draft_device):
     """No tensor meets one of another device, and none is copied inside a capture."""
-    expected = texts_of_rounds(decoder(random_model(), imitation(random_model(), 0.15)))
+    expected = texts_of_rounds(make_decoder(random_model(), imitation(random_model(), 0.15)))
     assert in_ranks(1, decode_on_gpus, draft_device) == [expected]
 
 
@@ -354,9 +201,9 @@ def host_waits(temperature: float) -> dict[str, int]:
     """A rank's job: how often the host waits for the GPU in each step of a round that hits."""
     fake_gpus()
     model = copy.deepcopy(random_model()).to("cuda:0")
-    made = decoder(model, model, temperature=temperature)
-    record = run_rounds(made, RAGGED[:1], 2)
-    draft = made.speculator.draft
+    decoder = make_decoder(model, model, temperature=temperature)
+    record = run_rounds(decoder, RAGGED[:1], 2)
+    draft = decoder.speculator.draft
     sequences = Sequences(RAGGED[:1], 20, 64, [], Stats(), lambda *_: None)
     waits = {}
 
@@ -366,8 +213,8 @@ def host_waits(temperature: float) -> dict[str, int]:
         waits[step] = FakeCUDA.host_waits - before
         return result
 
-    speculation = made.speculator.speculate(*record[-1])
-    verified = count("verify", made.target.verify, speculation)
+    speculation = decoder.speculator.speculate(*record[-1])
+    verified = count("verify", decoder.target.verify, speculation)
     count("tell the outcome", sequences.extend, *verified)
     cache = count("pre-speculate", draft.pre_speculate, speculation)
     hit = Outcome(cache.guesses.num_accepted[:, 0], cache.guesses.bonus[:, 0])
@@ -387,12 +234,12 @@ def test_how_often_the_host_waits_for_the_gpu(temperature):
 
 def test_a_short_text_after_a_long_one_captures_nothing(fake_graphs):
     draft = imitation(random_model(), 0.15)
-    made = decoder(random_model(), draft, mode="sd", max_new_tokens=18)
-    for model in made.models[:2]:
+    decoder = make_decoder(random_model(), draft, mode="sd", max_new_tokens=18)
+    for model in decoder.models[:2]:
         model.forward_fn = cuda_graphs.GraphRunner(model)
-    made([[7] * 30])
+    decoder([[7] * 30])
     before = FakeGraph.captures
-    assert made([[1, 2]]) == greedy_reference(random_model(), [[1, 2]], 18)
+    assert decoder([[1, 2]]) == greedy_reference(random_model(), [[1, 2]], 18)
     assert FakeGraph.captures == before > 0
 
 
@@ -412,10 +259,10 @@ def replay_wrongly(graph: FakeGraph, replay=FakeGraph.replay) -> None:
     (replay_wrongly, "the captured pass gives other logits")))
 def test_what_cannot_be_captured_runs_eagerly(replay, reason, fake_graphs, monkeypatch, capsys):
     monkeypatch.setattr(FakeGraph, "replay", replay)
-    made = decoder(random_model(), mode="ar", max_new_tokens=20)
-    model = made.target.model
+    decoder = make_decoder(random_model(), mode="ar", max_new_tokens=20)
+    model = decoder.target.model
     model.forward_fn = cuda_graphs.GraphRunner(model)
-    assert made([[1, 2]]) == greedy_reference(random_model(), [[1, 2]], 20)
+    assert decoder([[1, 2]]) == greedy_reference(random_model(), [[1, 2]], 20)
     assert model.forward_fn == model.forward_eager
     assert capsys.readouterr().err.count(f"run eagerly: {reason}") == 1
 
@@ -454,20 +301,20 @@ def logits_of(model: CausalLM, passes: int = 1) -> list[list]:
 def assert_logits_are_those_of(model, logits: list[list]) -> None:
     with torch.inference_mode():
         whole = model(TOKENS, use_cache=False).logits
-    found = torch.tensor(logits).double()
-    torch.testing.assert_close(found, whole.expand_as(found), rtol=1e-5, atol=1e-5)
+    computed = torch.tensor(logits).double()
+    torch.testing.assert_close(computed, whole.expand_as(computed), rtol=1e-5, atol=1e-5)
 
 
 def logits_of_shares(folders: list[Path]) -> list[list]:
     """A rank's job: for every checkpoint the logits of this rank."""
     dist.init_process_group("gloo")
-    found = []
+    all_logits = []
     for folder in folders:
         share = load_share(folder)
         whole = AutoModelForCausalLM.from_config(share.model.config)
         assert share.model.num_parameters() < 0.8 * whole.num_parameters()
-        found.append(logits_of(share))
-    return found
+        all_logits.append(logits_of(share))
+    return all_logits
 
 
 def test_two_shares_of_a_target_give_the_logits_of_the_whole(tmp_path):
@@ -476,8 +323,8 @@ def test_two_shares_of_a_target_give_the_logits_of_the_whole(tmp_path):
     folders = [tmp_path / family for family in SHARED]
     for model, folder in zip(models, folders):
         model.save_pretrained(folder, max_shard_size="20KB")  # several files
-    for found in in_ranks(2, logits_of_shares, folders):
-        for model, logits in zip(models, found):
+    for all_logits in in_ranks(2, logits_of_shares, folders):
+        for model, logits in zip(models, all_logits):
             assert_logits_are_those_of(model, logits)
 
 

@@ -1,0 +1,179 @@
+"""Stand-ins for CUDA graphs and GPUs: their code runs without one, and fails where it would there.
+"""
+import os
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class FakeGraph(TorchDispatchMode):
+    """Stands in for a CUDA graph: remembers the operations of a pass with the very tensors that
+    they took and gave, and repeats them on these. As on a GPU all-reduces are captured, but wait
+    for no other rank before the graph is replayed."""
+    captures = 0
+    replays = 0
+    capturing = False
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def pool(self) -> None:
+        return None
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        given = operation(*arguments, **options or {})
+        self.operations.append(on_host((operation, arguments, options or {}, given)))
+        return given
+
+    @contextmanager
+    def capture(self, *_, **__):
+        FakeGraph.captures += 1
+        all_reduce = dist.all_reduce
+
+        def remember(tensor, group):
+            self.operations.append(on_host((all_reduce, (tensor,), {"group": group}, None)))
+
+        with mock.patch.object(dist, "all_reduce", remember), self:
+            FakeGraph.capturing = True
+            yield
+            FakeGraph.capturing = False
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+        with _disable_current_modes():
+            for operation, arguments, options, given in self.operations:
+                again = operation(*arguments, **options)
+                for old, new in zip(tensors_in(given), tensors_in(again)):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)  # else: a view, or in place
+
+
+EVENT = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.0)
+
+
+class FakeStream:
+    def wait_stream(self, other) -> None:
+        """Nothing runs beside anything."""
+
+
+FAKES = {"CUDAGraph": FakeGraph, "graph": FakeGraph.capture, "Event": lambda enable_timing: EVENT,
+         "Stream": FakeStream, "current_stream": FakeStream,
+         "stream": lambda _: nullcontext()}  # in place of those of torch.cuda
+
+
+CPU = torch.device("cpu")
+READS = {"item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal"}
+
+
+class FakeCUDATensor(Tensor):
+    """Stands in for a tensor on a GPU: it has the device, and its numbers are in host memory."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, device: torch.device):
+        with torch.inference_mode(False):
+            return Tensor._make_wrapper_subclass(
+                cls, numbers.shape, numbers.stride(), numbers.storage_offset(),
+                dtype=numbers.dtype, device=device)
+
+    def __init__(self, numbers: Tensor, device: torch.device):
+        self.numbers = numbers
+
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
+    def __torch_dispatch__(self, *_, **__):
+        raise RuntimeError("a tensor on a GPU, and no FakeCUDA")
+
+
+class FakeCUDA(TorchDispatchMode):
+    """Every operation of PyTorch passes through here and, as on a GPU, tensors of different devices
+    cannot meet in one, none can be copied between devices while a graph is captured, and a copy to
+    the host must be waited for."""
+    host_waits = 0  # how often the host has waited: for numbers, or to hand some over
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        options = options or {}
+        name = operation.overloadpacket.__name__
+        if name == "to":  # becomes a copy, if it must be one
+            with self:
+                return operation.decompose(*arguments, **options)
+        tensors = tensors_in(arguments, *options.values())
+        # a number may meet tensors of any device, and one without numbers is on none
+        devices = {tensor.device for tensor in tensors
+                   if tensor.device.type == "cuda" or tensor.dim() and tensor.device == CPU}
+        copies = name in ("copy_", "_to_copy")
+        target = options.get("device")
+        if target is None:
+            target = tensors[0].device if copies else next(iter(devices), CPU)
+        if devices | {target} == {CPU}:
+            return operation(*arguments, **options)
+        crosses = copies and tensors[-1].device != target
+        if not copies and devices - {target}:
+            raise RuntimeError(f"{operation}: tensors on {devices}")
+        blocks = crosses and not (options.get("non_blocking") or True in arguments[2:])
+        if crosses and target == CPU and not blocks:
+            raise RuntimeError("the host would read before the copy has ended")
+        FakeCUDA.host_waits += blocks or name in READS
+        if FakeGraph.capturing and (crosses or name in READS):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        known = {id(on_host(tensor)): tensor for tensor in tensors}  # changed in place
+
+        def at_target(computed):
+            if isinstance(computed, (list, tuple)):
+                return type(computed)(map(at_target, computed))
+            if id(computed) in known or target == CPU or not isinstance(computed, Tensor):
+                return known.get(id(computed), computed)
+            return FakeCUDATensor(computed, target)
+
+        return at_target(operation(*on_host(arguments), **on_host(options)))
+
+
+def on_host(value):
+    """All tensors as their numbers in host memory, and devices as the CPU."""
+    if isinstance(value, FakeCUDATensor):
+        return value.numbers
+    if type(value) in (list, tuple):
+        return type(value)(map(on_host, value))
+    if type(value) is dict:
+        return {key: on_host(part) for key, part in value.items()}
+    return CPU if isinstance(value, torch.device) else value
+
+
+def tensors_in(*values) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
+
+
+def fake_gpus() -> None:
+    """From now on this process, for the rest of its life, has GPUs. gloo stands in for NCCL,
+    `FakeGraph` for a CUDA graph."""
+    if torch.cuda.CUDAGraph is FakeGraph:
+        return
+    new_gloo_group = dist.new_group
+    dist.new_group = lambda ranks, timeout, backend: new_gloo_group(ranks)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new ones
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode holds for one thread
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch._C._ensureCUDADeviceGuardSet()  # these three as PyTorch's own FakeTensorMode does
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch.cuda._lazy_init = lambda: None
+    FakeCUDA().__enter__()
+    for name, value in FAKES.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda _: (9, 0)
+    torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
+    torch.cuda.synchronize = lambda *_: setattr(FakeCUDA, "host_waits", FakeCUDA.host_waits + 1)
+    torch.cuda.get_device_name = lambda _: "stand-in"
+    torch.cuda.set_device = lambda _: None
