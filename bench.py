@@ -1,7 +1,7 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
 SSD pays where target and draft compute on devices of their own. So by default their work is paced:
-it takes five times as long as on H100s (`engine.timing.Stopwatch`); all else is real. This
+it takes five times as long as on H100s (`engine.timing.PacedClock`); all else is real. This
 emulates latencies; it measures no GPU. Speed is that of decoding, without prefill.
 
 In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
@@ -92,13 +92,13 @@ class Bench:
         self.done = []
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
-        """Of the first prompts, `samples` of each, 8 tokens shorter each, so that texts differ."""
+        """The first prompts, `samples` times, each time 8 tokens shorter, so that texts differ."""
         return [prompt[:max(1, len(prompt) - 8 * sample)]
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts]]
 
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
-        """Of every point. What was decoded before is not decoded again."""
+        """The metrics of every point. What was decoded before is not decoded again."""
         decoders = [self.decoder(point, texts) for point in points]
         new = [decoder for decoder in dict.fromkeys(decoders) if decoder not in self.done]
         if new:
@@ -116,7 +116,7 @@ class Bench:
             **point.changes)
 
     def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
-        """One for all points that the same decoding tells of."""
+        """The decoder of a point; points that the same texts tell of share it."""
         settings = self.settings_of(point)
         if point.counted:
             settings = to_count(settings)
@@ -144,9 +144,6 @@ class Bench:
             look = {"bar_format": "batch {n} of {total}, {elapsed}\n", "mininterval": 20}
         for turn in tqdm(list(zip_longest(*batches)), disable=not self.leads, **look):
             for decoder, batch in zip(decoders, turn):
-                for model, ms in zip(decoder.models, decoder.settings.pace):
-                    if model:
-                        model.watch.pace = ms / 1000
                 if batch and (self.leads or decoder.settings.mode == "ssd"):
                     decoder(batch)
                 dist.barrier()  # no rank begins while the other is still at work
@@ -155,13 +152,13 @@ class Bench:
 # ---- from what was decoded to a point ----
 
 def counts_tell(settings: Settings) -> bool:
-    """Does one run with the largest budget tell the tokens and, by its counts of guesses, the hits
-    of these settings, because what is drafted does not depend on the cache?"""
+    """True if one run with the largest budget tells these settings' tokens and, by its counts of
+    guesses, their hits, because what is drafted does not depend on the cache."""
     return settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
 
 
 def to_count(settings: Settings) -> Settings:
-    """What is decoded to count the hits and tokens of these settings."""
+    """The settings to decode with in order to count the hits and tokens of `settings`."""
     settings = replace(settings, pace=(0.0, 0.0), batch_size=8)
     if counts_tell(settings):
         settings = replace(settings, mode="ssd", budget=LARGEST, fan_out="geometric",
@@ -170,8 +167,8 @@ def to_count(settings: Settings) -> Settings:
 
 
 def metrics_of(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """Of a point, from the statistics of what was decoded for it, with all that may stand on an
-    axis. Where the pace is slower for a batch, speeds are shown as if it were not."""
+    """The metrics of one point, by the names the axes use. Where the pace is slower for a batch,
+    speeds are shown as if it were not."""
     rows = settings.batch_size
     slower = SLOWER[rows] if any(settings.pace) else 1
     f = stats.summary()
@@ -198,7 +195,7 @@ def metrics_of(point: Point, settings: Settings, stats: Stats) -> Metrics:
 
 
 def predicted(settings: Settings, f: Metrics, num_texts: int) -> Metrics:
-    """What Theorem 7 takes: hits and tokens as counted, and the times of the pace. The counts of
+    """The values that Theorem 7 takes: hits and tokens as counted, times by the pace. The counts of
     guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is right."""
     parts = {name: f.get(name) for name in ("tokens_per_round", "acceptance_rate", "hit_rate",
                                             "E_hit", "E_miss", "guess_counts")}
@@ -245,8 +242,8 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 
 
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
-    """The K with which these settings are fastest by what is counted, so the same in every launch;
-    a pre-speculation may take a tenth longer than its passes."""
+    """The K with which these settings are fastest by Theorem 7 on what is counted, so the same in
+    every launch. A pre-speculation may take a tenth longer than its passes."""
     points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
     found = bench.measure(points, bench.texts(*FEW))
     speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}) for f in found]
@@ -254,8 +251,8 @@ def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
 
 
 def bounds(f: Metrics, sd: Metrics) -> str:
-    """Corollary 9's, where it applies: the backup is the primary, T_p <= 1, and a miss is worth no
-    less than a hit and no more than E_hit (1 + T_b)."""
+    """Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and a miss is
+    worth no less than a hit and no more than E_hit (1 + T_b)."""
     if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
         return ""
     E_hit = f["E_hit"]
@@ -294,7 +291,7 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
 
 
 def sweep_points(warm: float) -> dict[str, list[Point]]:
-    """By figure. `warm`: the temperature of those at one temperature above 0."""
+    """The points of every figure. `warm`: the temperature of those at one temperature above 0."""
     heats = (0.0, 0.3, 0.7, 1.0)
     shares = (1.0, 0.75, 0.5, 0.25, 0.0)
     lookaheads = range(1, 9)

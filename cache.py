@@ -9,8 +9,8 @@ sum_k F_k = budget, the paper's B. With acceptance rate a,
     P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
 
 and the bonus token is not among the draft's top F guesses with probability F^-r
-(Def. 11, a power law; in sampling.py r is the residual). With it, and any factor, a capped
-geometric series is best (Thm. 12):
+(Def. 11, a power law; in sampling.py r is the residual). For any miss rate proportional to F^-r
+a capped geometric series is best (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
 """
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
     @property
     def finished(self) -> torch.Tensor:
-        """Which rows `[B]` are finished."""
+        """True for rows `[B]` that are finished."""
         return self.num_accepted == FINISHED
 
 
@@ -68,8 +68,8 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
 
     Every guess goes where it lowers the sum most. More guesses for the same k lower it less and
     less, so these are simply the largest gains of all, and the result is Theorem 12's closed form
-    wherever that is integral. The power law says nothing of F = 0. Ours is that the first guess
-    halves the miss rate (0^-r counts as 2): a small budget leaves some F_k = 0, the unlikeliest.
+    wherever that is integral. The power law says nothing of F = 0. We assume that the first guess
+    halves the misses: we set 0^-r = 2. A small budget leaves some F_k = 0, the unlikeliest.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
@@ -136,7 +136,7 @@ def likely_outcomes(candidates: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
 
 
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
-    """Which of the guesses `[B, n]` equal their row's outcome `[B]`: booleans `[B, n]`."""
+    """True where a guess `[B, n]` equals its row's outcome `[B]`: booleans `[B, n]`."""
     same_k = guesses.num_accepted == outcome.num_accepted[:, None]
     same_bonus = guesses.bonus == outcome.bonus[:, None]
     return same_k & same_bonus
@@ -149,12 +149,12 @@ class SpeculationCache(NamedTuple):
     q: torch.Tensor       # [B, budget, K, V]; V = 0 when greedy
 
     @classmethod
-    def empty(cls, rows: int, lookahead: int, q_like: torch.Tensor) -> "SpeculationCache":
-        """Guesses nothing, so that every look-up misses. q has width, type and device of `q_like`
-        `[V]`."""
+    def empty(cls, rows: int, lookahead: int, q_template: torch.Tensor) -> "SpeculationCache":
+        """A cache that guesses nothing, so that every look-up misses. q has width, type and device
+        of `q_template` `[V]`."""
         no_guess = torch.full((rows, 1), NO_OUTCOME)
-        tokens = torch.zeros(rows, 1, lookahead, dtype=torch.long, device=q_like.device)
-        q = q_like.new_zeros(rows, 1, lookahead, len(q_like))
+        tokens = torch.zeros(rows, 1, lookahead, dtype=torch.long, device=q_template.device)
+        q = q_template.new_zeros(rows, 1, lookahead, len(q_template))
         return cls(Outcome(no_guess, no_guess), tokens, q)
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -244,8 +244,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K. By Definition 11 F guesses miss with probability F^-r, so
-    a single guess would never hit. The half is ours, as in `geometric_fan_out`: F^-r / 2, none 1.
+    """p_hit of a cache of shape F_0..F_K. By Definition 11 one guess always misses. We halve that,
+    as in `geometric_fan_out`: F guesses miss with probability F^-r / 2, and 1 without a guess.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5

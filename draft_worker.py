@@ -29,7 +29,7 @@ Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens [..., K], drawn from q [..
 
 
 class Plan(NamedTuple):
-    """What sections 4.1 and 4.3 leave to choose; known before the first round."""
+    """The choices that sections 4.1 and 4.3 leave open, made before the first round."""
     fan_out: list[list[int]]  # F_0..F_K after the PRIMARY, and after the BACKUP
     backup: str               # a name in BACKUPS
     critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
@@ -55,11 +55,11 @@ class DraftWorker:
         self.lookahead = plan.lookahead
         self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
-        self.watch = model.watch
+        self.clock = model.clock
         self.guess_counts = GuessCounts(plan.lookahead, min(plan.budget, model.vocab_size))
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
-        self.q_like = torch.zeros(width, dtype=dtype, device=model.device)  # V, type, device of q
+        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # what q is like
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
@@ -83,8 +83,8 @@ class DraftWorker:
         device = self.model.device
         rows, num_drafted = speculation.tokens.shape
         if plan.budget == 0:  # an empty cache
-            return SpeculationCache.empty(rows, plan.lookahead, self.q_like)
-        with self.watch("trunk"):
+            return SpeculationCache.empty(rows, plan.lookahead, self.q_template)
+        with self.clock("trunk"):
             candidates = self.trunk_pass(speculation)
             fan_out = torch.tensor(plan.fan_out)[speculation.source]
             if num_drafted == 0:  # round 0: K = 0, so all guesses are for k = 0
@@ -98,10 +98,11 @@ class DraftWorker:
             tokens = to_device(guesses.bonus, device)
         branch_tokens = []
         branch_q = []
-        with self.watch("tree"):
+        with self.clock("tree"):
             for step in range(plan.lookahead):
                 logits = tree_pass(self.model, tree, tokens, step)
-                # Sent after a hit, this token is verified at k = step, with the cache after a hit.
+                # If this branch is served, its token `step` is verified at k = step while the next
+                # cache is filled, so F is that cache's.
                 F = plan.fan_out[PRIMARY][step]
                 tokens, q = self.sampler.sample(logits, uniforms[step], F)
                 branch_tokens.append(tokens)
@@ -116,7 +117,7 @@ class DraftWorker:
         drafted = to_device(speculation.tokens, device)
         scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
         # After k < K accepted tokens s_{k+1} was rejected, so p < q there: it is not the bonus
-        # token. After K none was, and `drafted`, one shorter than the scores, leaves those alone.
+        # token. scores[:, K] has no drafted token after it, so it stays.
         scores = scores.scatter(-1, drafted[..., None], -torch.inf)
         guesses = scores.topk(self.guess_counts.num_guesses).indices.cpu()
         self.guess_counts.next_round(guesses, speculation.source, self.text, self.length)
@@ -133,7 +134,7 @@ class DraftWorker:
         tokens, q, hit = cache.look_up(outcome)
         if not (hit | outcome.finished).all():
             keep = to_device(hit[:, None], tokens.device)
-            with self.watch("backup"):
+            with self.clock("backup"):
                 backup_tokens, backup_q = BACKUPS[self.plan.backup](self)
             tokens = tokens.where(keep, backup_tokens)
             q = q.where(keep[..., None], backup_q)
@@ -148,16 +149,17 @@ class DraftWorker:
         self.length = end + 1
 
     def report(self) -> dict[str, Any]:
-        """Of the trunks, trees and backups since the last call, see `Stopwatch.read`; and for the
-        summary: the choices made, and all counts so far."""
-        b = self.plan.critical_batch_size
+        """What the summary tells of the draft: its times since the last call (`PacedClock.read`),
+        the choices made, and all counts so far."""
+        critical_batch_size = self.plan.critical_batch_size
         after_primary, after_backup = self.guess_counts.table.tolist()
-        return self.watch.read() | {"draft": {
+        return self.clock.read() | {"draft": {
             "fan_out": self.plan.fan_out[PRIMARY],
             "fan_out_after_backup": self.plan.fan_out[BACKUP],
             "downweight": self.sampler.downweight,
             "backup": self.plan.backup,
-            "critical_batch_size": None if b == torch.inf else b,
+            "critical_batch_size":
+                None if critical_batch_size == torch.inf else critical_batch_size,
             "guess_counts": after_primary,
             "guess_counts_after_backup": after_backup}}
 
@@ -205,9 +207,9 @@ def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> t
 # ---- backups (section 4.3): they draft after a miss ----
 
 def neural_backup(draft: DraftWorker) -> Drafted:
-    """The draft model, a pass per token. The first reads the last two verified tokens: without
-    pre-speculation no pass has read the last drafted one, so if all were accepted its KV is
-    missing."""
+    """Draft with the draft model, a pass for each token. The first pass reads the last two verified
+    tokens: with a budget of 0 no pass has read the last drafted one, so if all were accepted its KV
+    is missing."""
     rows = len(draft.text)
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
     uniforms = to_device(uniforms, draft.model.device)
@@ -228,19 +230,19 @@ def neural_backup(draft: DraftWorker) -> Drafted:
 
 
 def lookup_backup(draft: DraftWorker) -> Drafted:
-    """Prompt look-up in each row's own text: point-mass proposals, and no model."""
+    """Look up each row's own text: point-mass proposals, without a model."""
     texts = [row[:length].tolist() for row, length in zip(draft.text, draft.length)]
     tokens = torch.tensor([prompt_lookup(text, draft.lookahead) for text in texts])
     tokens = to_device(tokens, draft.model.device)
-    return tokens, point_mass(tokens, like=draft.q_like)
+    return tokens, point_mass(tokens, like=draft.q_template)
 
 
 def random_backup(draft: DraftWorker) -> Drafted:
-    """Tokens drawn from the uniform distribution."""
+    """Draw tokens from the uniform distribution, without a model."""
     vocab_size = draft.model.vocab_size
     uniforms = draft.uniforms[BACKUP].draw(len(draft.text), draft.lookahead)
     tokens = to_device((uniforms * vocab_size).long(), draft.model.device)
-    q = draft.q_like.new_full((*tokens.shape, len(draft.q_like)), 1 / vocab_size)
+    q = draft.q_template.new_full((*tokens.shape, len(draft.q_template)), 1 / vocab_size)
     return tokens, q
 
 

@@ -1,9 +1,9 @@
 """Speculative speculative decoding (SSD): Algorithm 1, its two columns, and the command.
 
-In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers; any between
-hold the target together with rank 0 (tensor parallelism) and follow it. All parse the same command
-line and read the same prompts, so only data travels, in a fixed order and messages of known size,
-broadcast to all, and after each batch the draft's report:
+In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers. Ranks between
+them share the target with rank 0 (tensor parallelism) and follow it. All ranks parse the same
+command line and read the same prompts, so only tensors of known size travel. They are broadcast to
+all, in a fixed order; after each batch the draft's report follows:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
@@ -12,7 +12,7 @@ The paper's draft begins with a speculation from the prompt; ours, a departure, 
 
 Algorithm 1                                        here
 -----------                                        ----
-verifier:    receive the speculation s^T           Decoder.speculate, called by decode
+verifier:    receive the speculation s^T           Decoder.next_speculation, called by decode
              verify it                             TargetWorker.verify, sampling.verify
              send the outcome v^T = (k, t*)        Channel.send_outcome
 speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache.likely_outcomes
@@ -45,11 +45,11 @@ from sampling import Sampler
 from target_worker import TargetWorker
 
 
-def decode(target: TargetWorker, speculate: Callable[[Speculation, Outcome], Speculation],
+def decode(target: TargetWorker, next_speculation: Callable[[Speculation, Outcome], Speculation],
            sequences: "Sequences", lookahead: int, channel: "Channel | None" = None) -> None:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference (`Decoder.speculate`). `channel`: to other
-    ranks, if there are any."""
+    loop; who drafts, and when, is the only difference (`Decoder.next_speculation`). `channel`: to
+    other ranks, if there are any."""
     speculation = Speculation.empty(len(sequences.prompts))
     outcome = target.prefill(sequences.prompts, sequences.max_length, lookahead)
     while True:
@@ -60,7 +60,7 @@ def decode(target: TargetWorker, speculate: Callable[[Speculation, Outcome], Spe
         if outcome.finished.all():
             return
         target.advance(outcome)
-        speculation = speculate(speculation, outcome)
+        speculation = next_speculation(speculation, outcome)
         speculation, outcome = target.verify(speculation)
 
 
@@ -80,8 +80,8 @@ def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
 
 def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
            max_length: int) -> None:
-    """The other target ranks: their part of every pass. Rank 0 alone decides outcomes, or rounding
-    might make ranks differ."""
+    """The column of the other target ranks: their part of every pass. Rank 0 alone decides
+    outcomes, or rounding might make ranks differ."""
     target.prefill(prompts, max_length, channel.lookahead)
     while True:
         outcome = channel.receive_outcome(len(prompts))
@@ -93,18 +93,17 @@ def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
 
 class TakingTurns:
     """Target and draft in one process, in turns: SSD with the same text and the same hits, but
-    nothing overlaps; or, with an empty cache, plain speculative decoding."""
+    nothing overlaps. With a budget of 0 it is plain speculative decoding."""
 
     def __init__(self, draft: DraftWorker):
         self.draft = draft
-        self.report = draft.report
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         self.draft.start(prompts, max_length)
         self.cache = self.draft.pre_speculate(Speculation.empty(len(prompts)))
 
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        """As `DraftWorker.speculate`, with the cache."""
+    def take_turn(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+        """One round of `serve`: the draft's answer, and the next pre-speculation."""
         speculation = self.draft.speculate(speculation, outcome, self.cache)
         self.cache = self.draft.pre_speculate(speculation)
         return speculation
@@ -117,7 +116,8 @@ class Sequences:
                  stats: Stats, on_tokens: Callable[[int, list[int], int], None],
                  max_length: int = 0):
         """A text ends with an `eos` token, after `max_new_tokens`, or at the `context`. `show`
-        calls `on_tokens(row, new_tokens, source)`. `max_length`: of all batches, if known."""
+        calls `on_tokens(row, new_tokens, source)`. `max_length`: the longest text of any batch, if
+        it is known, so that buffers are made once."""
         self.prompts = prompts
         self.eos = eos
         self.stats = stats
@@ -141,7 +141,7 @@ class Sequences:
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
-        """Those of the tokens that are kept: up to the first `eos`, or to the length allowed."""
+        """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
         text = self.new_tokens[row]
         for count, token in enumerate(new_tokens, start=1):
             if token in self.eos or len(text) + count >= self.max_new[row]:
@@ -178,7 +178,7 @@ class Channel:
         self.q_dtype = q_dtype
 
     def send_outcome(self, outcome: Outcome) -> None:
-        """By rank 0, `[B, 2]`: k and t*."""
+        """Rank 0 tells all ranks the outcome, `[B, 2]`: k and t*."""
         dist.broadcast(torch.stack(outcome, 1), 0)
 
     def receive_outcome(self, rows: int) -> Outcome:
@@ -187,21 +187,22 @@ class Channel:
         return Outcome(message[:, 0], message[:, 1])
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """By the rank that drafts: source, tokens and q, `[B, 1 + K + K V]`, in one message of
-        floats, which hold token ids (below 2^24) exactly."""
-        device = speculation.q.device
-        source = to_device(speculation.source[:, None], device)
-        parts = (source, speculation.tokens, speculation.q.flatten(1))
-        message = torch.cat([part.to(self.q_dtype) for part in parts], 1)
-        dist.broadcast(message.to(self.device), self.draft_rank, self.group)
+        """The rank that drafts tells all ranks source and tokens, `[B, 1 + K]`, and their q,
+        `[B, K, V]`, if there is one: neither greedy drafts nor an empty speculation have."""
+        source = to_device(speculation.source[:, None], speculation.tokens.device)
+        message = torch.cat([source, speculation.tokens], 1).to(self.device)
+        dist.broadcast(message, self.draft_rank, self.group)
+        if speculation.q.numel():
+            dist.broadcast(speculation.q.to(self.device), self.draft_rank, self.group)
 
     def receive_speculation(self, rows: int) -> Speculation:
-        widths = (1, self.lookahead, self.lookahead * self.q_width)
-        message = torch.empty(rows, sum(widths), dtype=self.q_dtype, device=self.device)
+        message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
         dist.broadcast(message, self.draft_rank, self.group)
-        source, tokens, q = message.split(widths, 1)
-        q = q.view(rows, self.lookahead, self.q_width)
-        return Speculation(tokens.long(), q, source[:, 0].long())
+        shape = (rows, self.lookahead, self.q_width)
+        q = torch.empty(shape, dtype=self.q_dtype, device=self.device)
+        if q.numel():
+            dist.broadcast(q, self.draft_rank, self.group)
+        return Speculation(message[:, 1:], q, message[:, 0])
 
 
 class Decoder:
@@ -215,7 +216,7 @@ class Decoder:
         self.placement = placement
         self.models = models
         self.stats = Stats()
-        self.target, self.speculator = workers(settings, models)
+        self.target, self.draft = workers(settings, models)
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         ends = models.target and not settings.ignore_eos
         self.eos = models.target.eos_tokens if ends else []
@@ -224,8 +225,9 @@ class Decoder:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
-        if self.speculator and not (self.channel and settings.mode == "ssd"):
-            self.speculator = TakingTurns(self.speculator)
+        self.turns = None
+        if self.draft and not (self.channel and settings.mode == "ssd"):
+            self.turns = TakingTurns(self.draft)
             self.stats.overlaps = settings.mode == "sd"  # in ssd one process does the work of two
 
     def __call__(self, prompts: list[list[int]],
@@ -233,31 +235,32 @@ class Decoder:
                  ) -> list[list[int]]:
         """The new token ids of every prompt of a batch, on rank 0; for `on_tokens` see `Sequences`.
         Raises `UserError` for prompts that cannot be continued."""
+        self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         check_prompts(prompts, context, self.models.vocab_size)
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos, self.stats,
                               on_tokens, self.models.max_length)
         if self.channel is None or self.placement.rank == 0:
-            if self.speculator:
-                self.speculator.start(prompts, sequences.max_length)
-            decode(self.target, self.speculate, sequences, self.lookahead, self.channel)
+            if self.turns:
+                self.turns.start(prompts, sequences.max_length)
+            decode(self.target, self.next_speculation, sequences, self.lookahead, self.channel)
         elif self.placement.holds_draft:
-            serve(self.speculator, self.channel, prompts, sequences.max_length)
+            serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        report = [self.speculator.report() if self.speculator else {}]
+        report = [self.draft.report() if self.draft else {}]
         if self.channel:
             dist.broadcast_object_list(report, self.channel.draft_rank)
         self.stats.add(**report[0])
         if self.target:
-            self.stats.add(**self.target.watch.read())
+            self.stats.add(**self.target.clock.read())
         return sequences.new_tokens
 
-    def speculate(self, speculation: Speculation, outcome: Outcome) -> Speculation:
+    def next_speculation(self, speculation: Speculation, outcome: Outcome) -> Speculation:
         """What rank 0 verifies next: drafted by another rank (ssd), here (sd), or empty (ar)."""
-        if self.speculator:
-            speculation = self.speculator.speculate(speculation, outcome)
+        if self.turns:
+            speculation = self.turns.take_turn(speculation, outcome)
         elif self.settings.mode == "ssd":
             return self.channel.receive_speculation(len(outcome.bonus))
         else:
@@ -269,9 +272,10 @@ class Decoder:
 
 def workers(settings: Settings,
             models: Models) -> tuple[TargetWorker | None, DraftWorker | None]:
-    """The verifier and the speculator that this rank runs."""
+    """The verifier and the speculator that this rank runs; None: another rank does, or nobody."""
     sampling = (settings.temperature, settings.top_k, settings.top_p)
-    target = speculator = None
+    target = None
+    draft = None
     if models.target:
         target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
     if models.draft and settings.mode != "ar":
@@ -279,12 +283,12 @@ def workers(settings: Settings,
         if settings.mode == "sd":  # nothing is prepared: every round misses
             chosen = chosen._replace(fan_out=[[0] * (settings.lookahead + 1)] * 2)
         sampler = Sampler(*sampling, settings.downweight)
-        speculator = DraftWorker(models.draft, sampler, settings.seed, chosen)
-    return target, speculator
+        draft = DraftWorker(models.draft, sampler, settings.seed, chosen)
+    return target, draft
 
 
 def plan(settings: Settings) -> Plan:
-    """The choices of sections 4.1 and 4.3. Raises `UserError` for an unknown one."""
+    """Make the choices of sections 4.1 and 4.3. Raises `UserError` for an unknown name."""
     def shape(acceptance_rate: float) -> list[int]:
         try:
             return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
@@ -294,23 +298,23 @@ def plan(settings: Settings) -> Plan:
 
     fan_out = shape(settings.acceptance_rate)
     backup = settings.backup
-    b = None
+    critical_batch_size = None
     if backup == "auto":
         target, draft = settings.pace
         draft_pass = draft / target if target else 1 / len(fan_out)  # so that T_p = 1
-        backup, b = choose_backup(settings.batch_size, fan_out, settings.acceptance_rate,
-                                  settings.backup_acceptance("random"), settings.miss_exponent,
-                                  draft_pass)
+        backup, critical_batch_size = choose_backup(
+            settings.batch_size, fan_out, settings.acceptance_rate,
+            settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
     after_backup = shape(settings.backup_acceptance(backup))
-    return Plan([fan_out, after_backup], backup, b)
+    return Plan([fan_out, after_backup], backup, critical_batch_size)
 
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds of the first batch and of the last, which may have fewer rows, hits and
-    misses: on GPUs libraries start, and passes are captured, at their first use."""
+    """Decode a few rounds, with hits and misses, of the first batch and of the last, which may have
+    fewer rows: on GPUs libraries start, and passes are captured, at their first use."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
     last = (len(prompts) - 1) // settings.batch_size * settings.batch_size
@@ -321,7 +325,7 @@ def warm_up(settings: Settings, models: Models, placement: Placement | None,
 
 
 def main(settings: Settings) -> None:
-    """All prompts, decoded and shown."""
+    """Decode all prompts, and show them."""
     plan(settings)  # refused, if it must be, before anything is loaded
     job = Job(settings)
     settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))

@@ -53,9 +53,9 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor,
                fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the draft proposes after logits `[..., V]`, drawn with `uniforms` `[...]`: tokens
-        `[...]`, and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens, and a q
-        of width 0, which stands for point masses.
+        """Draw the draft's proposals after logits `[..., V]` with `uniforms` `[...]`. Returns the
+        tokens `[...]` and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens,
+        and a q of width 0, which stands for point masses.
 
         `fan_out` is Definition 14's F. For token s_i it is F_{i-1}, the number of bonus tokens that
         the next cache guesses where s_i is verified."""

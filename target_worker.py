@@ -20,7 +20,7 @@ class TargetWorker:
         self.model = model
         self.sampler = sampler
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
-        self.watch = model.watch
+        self.clock = model.clock
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
         """Round 0: read the prompts of texts of at most `max_length` tokens, and verify an empty
@@ -30,7 +30,7 @@ class TargetWorker:
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         self.last = torch.tensor([prompt[-1] for prompt in prompts])     # [B], not yet in the KV
         _, outcome = self.verify(Speculation.empty(len(prompts)))
-        self.watch.read()  # times are those of decoding alone
+        self.clock.read()  # times are those of decoding alone
         return outcome
 
     def verify(self, speculation: Speculation) -> tuple[Speculation, Outcome]:
@@ -39,8 +39,8 @@ class TargetWorker:
         Raises `UserError` if logits overflow."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
-        with self.watch("verify"):
-            # What must move to a GPU moves before the pass: later, it would wait for the pass.
+        with self.clock("verify"):
+            # Copy inputs before the pass: a later copy would queue behind it.
             last = to_device(self.last[:, None], device)
             drafted = to_device(speculation.tokens, device)
             q = to_device(speculation.q, device)

@@ -420,8 +420,8 @@ MISTAKES = {
     "greedy drafts reported as if drawn from q":
         (Sampler, "sample", DRAWN, "return q.argmax(-1), q"),
     "look-ups reported as if drawn at random":
-        (draft_worker, "lookup_backup", "point_mass(tokens, like=draft.q_like)",
-         "point_mass(tokens, like=draft.q_like) * 0 + 1 / len(draft.q_like)"),
+        (draft_worker, "lookup_backup", "point_mass(tokens, like=draft.q_template)",
+         "point_mass(tokens, like=draft.q_template) * 0 + 1 / len(draft.q_template)"),
     "after a miss, tokens accepted if and only if they equal the argmax":
         (TargetWorker, "verify", P, P +
          "; wrong = (drafted != p[:, :-1].argmax(-1)).double()"
@@ -734,7 +734,7 @@ def test_the_draft_counts_which_guess_every_bonus_token_was():
     decoder = make_decoder(target, imitation(target, 0.2), temperature=0.8, fan_out="3,2,1,2",
                            backup="random", backup_acceptance_rate=0.5)
     record = run_rounds(decoder, RAGGED, 15)
-    tables = decoder.speculator.draft.guess_counts.table
+    tables = decoder.draft.guess_counts.table
     for source, table in zip((PRIMARY, BACKUP), tables):
         k = torch.cat([outcome.num_accepted[speculation.source == source]
                        for speculation, outcome in record[1:-1]])
@@ -777,7 +777,7 @@ def test_after_many_rounds_of_hits_and_misses_all_KV_is_fresh(mode, backup, temp
                            backup=backup, max_new_tokens=50)
     texts, rounds = texts_and_rounds(decoder, RAGGED)
     verifier = decoder.target
-    draft = decoder.speculator.draft
+    draft = decoder.draft
     last = {row: new for row, new, _ in rounds}
     assert len(rounds) > 20 * len(RAGGED)
     assert mode == "sd" or {source for *_, source in rounds} == {PRIMARY, BACKUP}
@@ -800,9 +800,9 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
     target = random_model(family, num_hidden_layers=2)
     decoder = make_decoder(target, imitation(target, 0.2), temperature=temperature,
                            fan_out="3,2,1,2", downweight=0.5)
-    draft = decoder.speculator.draft
+    draft = decoder.draft
     record = run_rounds(decoder, RAGGED, 4)
-    speculation = decoder.speculator.speculate(*record[-1])
+    speculation = decoder.turns.take_turn(*record[-1])
     prepared = draft.pre_speculate(speculation)
 
     def plainly(text: list[int], last: int) -> torch.Tensor:

@@ -179,8 +179,8 @@ def report(findings: dict[str, Finding]) -> bool:
 
 
 def report_greedy(texts: list[Text], gaps: torch.Tensor) -> bool:
-    """For temperature 0: how many tokens are the argmax, and how far the others' logits are from
-    the largest. Returns whether any is farther than rounding explains."""
+    """Report how many tokens of greedy texts are the argmax, and how far the others' logits are
+    from the largest. Returns whether any is farther than rounding explains."""
     groups = members(texts)
     width = max(map(len, groups))
     print(f"\n{'':{width}}    tokens   argmax  near-ties  faults  largest gap of logits")

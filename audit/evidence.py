@@ -15,7 +15,7 @@ TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
 
 
 class Finding(NamedTuple):
-    """Of the texts, or of a group of their tokens."""
+    """What the audit finds in the texts, or in a group of their tokens."""
     tokens: int
     impossible: int             # tokens of probability 0
     deviations: list[float]     # of "argmax" and "log p", in standard deviations

@@ -43,9 +43,8 @@ class Replayed(NamedTuple):
 
 
 def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a function of the token, `value` `[T, V]`: its value for the tokens `[T]` that were
-    written, less its expectation under p `[T, V]`; its variance; its third central moment:
-    `[T, 3]`."""
+    """`[T, 3]`: a function of the token, `value` `[T, V]`, at the tokens `[T]` that were written,
+    less its expectation under p `[T, V]`; its variance; its third central moment."""
     centred = value - (p * value).sum(-1, keepdim=True)
     seen = centred.gather(-1, tokens[:, None]).squeeze(-1)
     return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
@@ -53,8 +52,8 @@ def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torc
 
 def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorList,
            within: torch.Tensor) -> Replayed:
-    """A text's tokens `[T]` against the target's logits before them, `[T, V]`; `within` `[T]`,
-    uniform in (0, 1), chooses a place in each token's interval. In host memory."""
+    """Compare a text's tokens `[T]` with the target's logits before them, `[T, V]`. `within` `[T]`,
+    uniform in (0, 1), chooses a place in each token's interval. The result is in host memory."""
     parts = []
     rows = max(1, PIECE // logits.shape[-1])
     for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
@@ -112,7 +111,7 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
 
 
 def members(texts: list[Text]) -> dict[str, torch.Tensor]:
-    """Of all tokens ("all"), and of each group: which of the texts' tokens `[N]` belong to it."""
+    """The members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
     groups = [name for text in texts for name in text.group]
     chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
     for name in sorted(set(groups) - {""}):
@@ -121,9 +120,9 @@ def members(texts: list[Text]) -> dict[str, torch.Tensor]:
 
 
 def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
-    """For temperature 0, `[N, 2]`: how far the logit of each token is from the largest, and how far
-    rounding may take it: 4 times the precision of the model's type (or 1e-5, which sums over
-    many layers lose in float32) times the largest logit."""
+    """Two gaps for each token of greedy texts, `[N, 2]`: how far its logit is from the largest, and
+    how far rounding may take it: 4 times the precision of the model's type (or 1e-5, which sums
+    over many layers lose in float32) times the largest logit."""
     precision = max(torch.finfo(model.dtype).eps, 1e-5)
     gaps = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):

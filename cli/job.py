@@ -1,4 +1,4 @@
-"""What all ranks know of a run before a model is loaded: configurations, prompts. Loading."""
+"""What every rank knows of a run before a model is loaded (configurations, prompts); loading."""
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,12 @@ class Models(NamedTuple):
     context: int         # the target's, in tokens
     vocab_size: int      # the target's
     max_length: int = 0  # of the longest text to come, if known: buffers are made for it at once
+
+    def set_pace(self, milliseconds: tuple[float, float]) -> None:
+        """The least time of a pass of the target, and of the draft."""
+        for model, least in zip((self.target, self.draft), milliseconds):
+            if model:
+                model.clock.pace = least / 1000
 
 
 class Job:
@@ -59,24 +65,22 @@ class Job:
     def load_draft(self) -> CausalLM:
         settings = self.settings
         model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
-        return self.ready(CausalLM(model, self.vocab_size), settings.pace[1])
+        return self.ready(CausalLM(model, self.vocab_size))
 
     def load_target(self) -> CausalLM:
-        """Whole, or this rank's share of it."""
+        """The whole target, or this rank's share of it."""
         settings = self.settings
         group = self.placement.tp_group
         given = (settings.target, self.target_config, self.dtype, self.placement.device)
         model = load_sharded(*given, group) if group else load(*given)
-        return self.ready(CausalLM(model), settings.pace[0], group)
+        return self.ready(CausalLM(model), group)
 
-    def ready(self, model: CausalLM, milliseconds: float,
-              group: dist.ProcessGroup | None = None) -> CausalLM:
-        """Checked, with its pace, and CUDA graphs where they serve. `group`: the ranks that share
-        it."""
+    def ready(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
+        """Check the model; use CUDA graphs if all its ranks have GPUs. `group`: these ranks, if
+        there are several."""
         check_model(model)
         if self.placement.on_gpus and not self.settings.eager:
             model.forward_fn = GraphRunner(model, group)
-        model.watch.pace = milliseconds / 1000
         return model
 
     @property

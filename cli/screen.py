@@ -1,4 +1,4 @@
-"""What a person sees: the stream, the summary, the file of --output."""
+"""The screen: streamed text, the summary; and the file of --output."""
 import json
 import os
 import re
@@ -25,12 +25,12 @@ REPORT = (
 
 
 def visible(text: str) -> str:
-    """Control characters as escapes: no text moves the cursor."""
+    """The text with control characters escaped, so that it cannot move the cursor."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def can_show_colours() -> bool:
-    """On a terminal, unless somebody asked for plain text (no-color.org)."""
+    """True on a terminal, unless somebody asked for plain text (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
@@ -87,15 +87,15 @@ class Display:
                 self.write(text, style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
-        """For each token: did its round begin with a hit, and its place in the round. Both are
-        settled before it is drawn, so in each group the target's distribution holds."""
+        """The group of each token: whether its round began with a hit, and its place in the round.
+        Both are settled before it is drawn, so in each group the target's distribution holds."""
         if not self.groups[row]:
             return ["round 0"]
         began = "hit" if source == PRIMARY else "miss"
         return [f"{began} {place}" for place in range(num_tokens)]
 
     def end_batch(self, new_tokens: list[list[int]], eos: list[int]) -> None:
-        """Texts go to the file, and if they were not streamed, to the screen."""
+        """Write the texts to the file and, if they were not streamed, to the screen."""
         for row, tokens in enumerate(new_tokens):
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]
@@ -118,7 +118,7 @@ class Display:
         self.write_line({"statistics": summary})
 
     def write_line(self, line: dict[str, Any]) -> None:
-        """To the file of --output, at once."""
+        """Write a line to the file of --output, at once."""
         if self.file:
             print(json.dumps(line), file=self.file, flush=True)
 
@@ -126,7 +126,7 @@ class Display:
 # ---- the summary ----
 
 def print_summary(job: Job, summary: dict[str, Any]) -> None:
-    """`Stats.summary()`, and what it means. What was not seen is left out."""
+    """Print `Stats.summary()` and what it means. What was not seen is left out."""
     settings = job.settings
     placement = job.placement
     print(f"{summary['tokens']} tokens with {settings.mode}:")
@@ -157,7 +157,7 @@ def print_line(title: str, number: str, meaning: str) -> None:
 
 
 def print_times(settings: Settings, summary: dict[str, Any]) -> None:
-    """Those of SSD, and what Theorem 7 makes of them."""
+    """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
     T_p = summary["T_p"]
     T_b = summary["T_b"]
     if summary["seconds"] is None:
@@ -181,10 +181,11 @@ def print_times(settings: Settings, summary: dict[str, Any]) -> None:
 
 
 def print_choices(settings: Settings, summary: dict[str, Any]) -> None:
-    """Those of sections 4.1 and 4.3."""
+    """Print the fan-out (4.1) and b* (4.3)."""
     print_line("fan-out", "", f"{summary['fan_out']} after a hit, "
                f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
     if settings.backup == "auto":
-        b = summary["critical_batch_size"]
-        found = f"{b:.1f} (Thm. 17)" if b is not None else "none: neural is better at every size"
-        print_line("critical batch size", "", found)
+        meaning = "none: neural is better at every size"
+        if summary["critical_batch_size"] is not None:
+            meaning = f"{summary['critical_batch_size']:.1f} (Thm. 17)"
+        print_line("critical batch size", "", meaning)

@@ -111,7 +111,7 @@ class DecodingSettings:
         return Settings(**shared | changes)
 
     def backup_acceptance(self, backup: str) -> float:
-        """a after a backup of this name."""
+        """The acceptance rate a after a backup of this name."""
         if self.backup_acceptance_rate is not None:
             return self.backup_acceptance_rate
         return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
@@ -122,7 +122,7 @@ TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (
 
 
 def value_type(f) -> type:
-    """int, float, str or bool."""
+    """The type of a field's values: int, float, str or bool."""
     return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
@@ -216,7 +216,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> DecodingSettings:
-    """The command line as `kind`, checked."""
+    """Parse and check the command line as settings of `kind`."""
     parser = Parser(description=kind.__doc__, allow_abbrev=False,
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     titles = dict.fromkeys(f.metadata["group"] for f in fields(kind))
@@ -272,7 +272,7 @@ def read_json_lines(path: str) -> list[str]:
 
 
 def open_for_writing(flag: str, path: str, mode: str = "w") -> TextIO:
-    """Raises `UserError`."""
+    """Open a file; raise `UserError`, naming `flag`, if that fails."""
     try:
         return open(path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:

@@ -1,4 +1,4 @@
-"""What is counted and timed while decoding, and what Theorem 7 makes of it."""
+"""Counts and times of decoding, and the speedup that Theorem 7 predicts from them."""
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
@@ -7,7 +7,7 @@ from cache import throughput
 
 @dataclass
 class Stats:
-    """Counts and times of decoding, in seconds; prefill, and the token that it yields, apart."""
+    """Counts and times (seconds) of decoding; prefill, and the token that it yields, are apart."""
     tokens: int = 0             # new tokens, with those of prefill
     prefill_tokens: int = 0     # one a prompt
     prefill_seconds: float = 0.0
@@ -22,13 +22,13 @@ class Stats:
     log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
     overlaps: bool = True       # False: one process did the work of two
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
-    pace_kept: int = 0          # passes of both models in work that kept --pace
-    passes: int = 0             # with a pace
+    punctual_passes: int = 0    # of both models, in work that kept --pace
+    paced_passes: int = 0       # in all work with a pace
     draft: dict[str, Any] = field(default_factory=dict)  # see `DraftWorker.report`
 
     def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
                     rows: list[tuple[int, int, bool]]) -> None:
-        """Of every active row: tokens accepted, tokens kept, was it a hit?"""
+        """Count one round; `rows`: (tokens accepted, tokens kept, hit) of each active row."""
         num_kept = sum(kept for _, kept, _ in rows)
         self.tokens += num_kept
         if is_prefill:
@@ -48,14 +48,14 @@ class Stats:
 
     def add(self, spans: Sequence[tuple[str, float, float]] = (),
             pace: tuple[int, int] = (0, 0), draft: dict[str, Any] | None = None) -> None:
-        """Add what a worker measured in a batch. `pace`: (kept, passes)."""
+        """Add what a worker measured in a batch. `pace`: (punctual passes, paced passes)."""
         self.spans += spans
-        self.pace_kept += pace[0]
-        self.passes += pace[1]
+        self.punctual_passes += pace[0]
+        self.paced_passes += pace[1]
         self.draft |= draft or {}
 
     def seconds_of(self, work: str) -> list[float]:
-        """How long each piece of this work took."""
+        """Seconds of each piece of this work."""
         return [end - start for name, start, end in self.spans if name == work]
 
     def mean_seconds(self, work: str) -> float | None:
@@ -86,7 +86,7 @@ class Stats:
             "T_p": ratio(trunk + tree, verify) if trunk and tree else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
-            "pace_kept": ratio(self.pace_kept, self.passes)} | self.draft
+            "pace_kept": ratio(self.punctual_passes, self.paced_passes)} | self.draft
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
@@ -94,7 +94,7 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
-    """The speedup over autoregressive decoding by Theorem 7 (in a batch, Cor. 16) with the parts
-    that were measured. What was not seen, such as a miss, has no weight."""
+    """The speedup over autoregressive decoding that Theorem 7 (in a batch, Cor. 16) predicts from
+    the parts measured. What was not seen, such as a miss, has no weight."""
     parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
     return throughput(*parts, batch_size)

@@ -298,17 +298,19 @@ def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkey
 
 
 def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(monkeypatch, capsys):
-    clock = [0.0]
+    now = [0.0]
     monkeypatch.setattr(timing, "time", SimpleNamespace(
-        perf_counter=lambda: clock[0], sleep=lambda time: clock.append(clock.pop() + time + 0.001)))
+        perf_counter=lambda: now[0], sleep=lambda time: now.append(now.pop() + time + 0.001)))
     job = Job(Settings(mode="ar", pace=(1000, 0), prompt="x"))
-    watch = job.load().target.watch
+    models = job.load()
+    models.set_pace(job.settings.pace)
+    clock = models.target.clock
     stats = Stats()
     for passes, seconds in ((19, 7), (1, 1.5), (1, 1.5)):
-        with watch("verify"):
-            clock[0] += seconds
-            watch.passes += passes
-        stats.add(**watch.read())
+        with clock("verify"):
+            now[0] += seconds
+            clock.passes += passes
+        stats.add(**clock.read())
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"

@@ -55,7 +55,7 @@ class Narrator(Sequences):
             print(f"prompt\n{visible(text)}\n")
         self.tell_fan_out(self.job.settings)
         self.turns.start(self.prompts, self.max_length)
-        decode(self.target, self.turns.speculate, self, self.draft.lookahead)
+        decode(self.target, self.turns.take_turn, self, self.draft.lookahead)
         for text, tokens in zip(self.job.texts, self.new_tokens):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 

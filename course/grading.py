@@ -44,7 +44,7 @@ def check(arguments, hint: str, yours, expected, tolerance: float = 1e-6) -> Non
 
 
 def attempt(hint: str, function, *arguments, expected="a result"):
-    """What the function returns; an exception is reported."""
+    """Call the function and return its result; report an exception."""
     try:
         return function(*arguments)
     except Exception as problem:
@@ -141,7 +141,7 @@ def plain(text: list[int], tokens: Sequence[int] = ()) -> torch.Tensor:
 
 
 def sigma(logits: torch.Tensor, fan_out: list[int]) -> torch.Tensor:
-    """What tokens are drawn from `[K, V]`, the first of them with the first of K fan-outs."""
+    """The distributions `[K, V]` that tokens are drawn from, each with its own of K fan-outs."""
     return torch.stack([sampling.saguaro_distribution(q, F, 0.5)
                         for q, F in zip(logits.softmax(-1), fan_out)])
 
@@ -196,7 +196,7 @@ def test_8a(k, bonus, hits):
     says = functools.partial(check, arguments)
     active = [row for row in range(2) if k[row] != FINISHED]
     source = [PRIMARY if row in hits else BACKUP for row in active]
-    work = [name for name, *_ in draft.watch.read()["spans"]]
+    work = [name for name, *_ in draft.clock.read()["spans"]]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)
     for row, drafted_by in zip(active, source):
@@ -220,7 +220,7 @@ def test_8b(shapes, temperature, in_flight):
     budget = sum(shapes[PRIMARY])
     cached = attempt(f"8b, with a budget of {budget}", draft.pre_speculate, in_flight)
     says = functools.partial(check, in_flight)
-    work = [name for name, *_ in draft.watch.read()["spans"]]
+    work = [name for name, *_ in draft.clock.read()["spans"]]
     says("a trunk and a tree, timed; without a budget, none",
          [work.count("trunk"), work.count("tree")], [1, 1] if budget else [0, 0])
     says("the text does not change", draft.length, LENGTH)
@@ -264,7 +264,7 @@ def test_8b_draws():
 
 @pytest.mark.exercise8c
 def test_8c():
-    """What `serve` calls, in order, in three rounds. In the second one row is finished."""
+    """The calls of `serve`, in order, in three rounds. In the second one row is finished."""
     s = [Speculation.empty(2)._replace(tokens=torch.full((2, number), 7)) for number in range(3)]
     v = [Outcome(k, 9 + k) for k in torch.tensor([[0, 0], [1, FINISHED], [FINISHED, FINISHED]])]
     ranks = mock.Mock(draft=mock.create_autospec(DraftWorker, instance=True),

@@ -20,7 +20,7 @@ EXERCISES = CONTENTS["exercises"]  # by number: title, points, module, functions
 
 
 def missing(number: str) -> str:
-    """What a student finds in place of a body."""
+    """The line that a student finds in place of a body."""
     return f'raise NotImplementedError("exercise {number}: {EXERCISES[number]["title"]}")'
 
 

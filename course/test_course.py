@@ -84,7 +84,7 @@ rows = range(len(outcome.bonus))
 tokens, q, hit = cache.look_up(outcome)
 missed = [b for b in rows if not hit[b]]
 if any(not outcome.finished[b] for b in missed):
-    with self.watch("backup"):
+    with self.clock("backup"):
         drafted = BACKUPS[self.plan.backup](self)
     tokens[missed] = drafted[0][missed]
     q[missed] = drafted[1][missed]
@@ -92,8 +92,8 @@ return Speculation(tokens, q, torch.tensor([BACKUP if b in missed else PRIMARY f
     "draft_worker.DraftWorker.pre_speculate": """
 B, K = speculation.tokens.shape
 if not sum(self.plan.fan_out[PRIMARY]):
-    return SpeculationCache.empty(B, self.lookahead, self.q_like)
-with self.watch("trunk"):
+    return SpeculationCache.empty(B, self.lookahead, self.q_template)
+with self.clock("trunk"):
     candidates = self.trunk_pass(speculation)
 fan_out = [self.plan.fan_out[s] for s in speculation.source] if K else [[self.plan.budget]] * B
 guesses = likely_outcomes(candidates, torch.tensor(fan_out))
@@ -101,7 +101,7 @@ guesses = Outcome(guesses.num_accepted.flip(1), guesses.bonus.flip(1))
 start = int(self.length.max()) + K
 tree = tree_layout(self.length, guesses.num_accepted, start, self.lookahead)
 tokens, all_tokens, all_q = guesses.bonus, [], []
-with self.watch("tree"):
+with self.clock("tree"):
     for step in range(self.lookahead):
         logits = tree_pass(self.model, tree, tokens, step)
         u = self.uniforms[PRIMARY].draw(*tokens.shape)
@@ -173,7 +173,7 @@ SPECULATE = (  # of exercise 8a
     ("everything is a hit", "if not hit[b]", "if hit[b] < 0"),
     ("hits and misses exchanged", "if not hit[b]", "if hit[b]"),
     ("source exchanged", "if b in missed else PRIMARY", "if b not in missed else PRIMARY"),
-    ("nothing is timed", 'with self.watch("backup"):', "if True:"))
+    ("nothing is timed", 'with self.clock("backup"):', "if True:"))
 PRE_SPECULATE = (  # of exercise 8b
     ("all uniform numbers are 0.5", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",
      "u = torch.full(tokens.shape, 0.5).double()"),
@@ -209,7 +209,7 @@ PRE_SPECULATE = (  # of exercise 8b
     ("a step less", "in range(self.lookahead)", "in range(self.lookahead - 1)"),
     ("drafts without a budget", "if not sum(self.plan.fan_out[PRIMARY]):", "if False:"),
     ("joins the text at once", "start = int", "self.length = self.length + 1\nstart = int"),
-    ("nothing is timed", 'with self.watch("tree"):', "if True:"))
+    ("nothing is timed", 'with self.clock("tree"):', "if True:"))
 SERVE = (  # of exercise 8c; edits of the program's own
     ("waits, and then pre-speculates", """
         cache = draft.pre_speculate(speculation)  # while the target verifies it

@@ -6,5 +6,5 @@ class UserError(Exception):
 
 
 def first_line(problem: Exception) -> str:
-    """Of a library's error message."""
+    """The first line of a library's error message."""
     return (getattr(problem, "strerror", None) or str(problem) or repr(problem)).splitlines()[0]

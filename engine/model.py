@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from engine.errors import UserError, first_line
-from engine.timing import Stopwatch
+from engine.timing import PacedClock
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
@@ -88,7 +88,7 @@ class CausalLM:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
         self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
-        self.watch = Stopwatch(self.device)
+        self.clock = PacedClock(self.device)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
@@ -118,7 +118,7 @@ class CausalLM:
         mask = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
         if not logits:
             return self.forward_eager(tokens, positions, slots, mask, keep=1)
-        self.watch.passes += 1
+        self.clock.passes += 1
         return fit_vocabulary(self.forward_fn(tokens, positions, slots, mask), self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Streams of uniform random numbers, each a hash of its seed, stream and index."""
+"""Random numbers, each a hash of its seed, stream and index."""
 import math
 
 import torch
@@ -36,5 +36,5 @@ def splitmix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_uniform(bits: torch.Tensor) -> torch.Tensor:
-    """Hashes `[...]` as float64 in (0, 1): the middles of 2^52 equal intervals."""
+    """Map hashes `[...]` to float64 in (0, 1): the middles of 2^52 equal intervals."""
     return ((bits >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0 ** -52

@@ -203,7 +203,7 @@ def host_waits(temperature: float) -> dict[str, int]:
     model = copy.deepcopy(random_model()).to("cuda:0")
     decoder = make_decoder(model, model, temperature=temperature)
     record = run_rounds(decoder, RAGGED[:1], 2)
-    draft = decoder.speculator.draft
+    draft = decoder.draft
     sequences = Sequences(RAGGED[:1], 20, 64, [], Stats(), lambda *_: None)
     waits = {}
 
@@ -213,7 +213,7 @@ def host_waits(temperature: float) -> dict[str, int]:
         waits[step] = FakeCUDA.host_waits - before
         return result
 
-    speculation = decoder.speculator.speculate(*record[-1])
+    speculation = decoder.turns.take_turn(*record[-1])
     verified = count("verify", decoder.target.verify, speculation)
     count("tell the outcome", sequences.extend, *verified)
     cache = count("pre-speculate", draft.pre_speculate, speculation)

@@ -50,13 +50,13 @@ def imitation(target, noise: float):
 
 
 def settings(mode: str = "ssd", **choices) -> Settings:
-    """Those of the command line, with our defaults."""
+    """Settings of the command line, with defaults for small models."""
     ours = dict(lookahead=3, budget=7, acceptance_rate=0.7, dtype="float64", device="cpu")
     return Settings(mode=mode, **ours | choices)
 
 
 def make_decoder(target, draft=None, mode: str = "ssd", **choices) -> Decoder:
-    """One way of decoding, in this process."""
+    """A decoder of two Hugging Face models, in this process."""
     target = CausalLM(target)
     draft = CausalLM(draft, target.vocab_size) if mode != "ar" else None
     models = Models(target, draft, target.context, target.vocab_size)
@@ -74,13 +74,13 @@ def run_rounds(decoder: Decoder, prompts: list[list[int]], rounds: int) -> list:
     """Algorithm 1: the (speculation, outcome) of all rounds, round 0 first. No row finishes."""
     lookahead = decoder.lookahead
     max_length = max(map(len, prompts)) + 1 + (rounds + 2) * (lookahead + 1)
-    decoder.speculator.start(prompts, max_length)
+    decoder.turns.start(prompts, max_length)
     speculation = Speculation.empty(len(prompts))
     outcome = decoder.target.prefill(prompts, max_length, lookahead)
     record = [(speculation, outcome)]
     for _ in range(rounds):
         decoder.target.advance(outcome)
-        speculation = decoder.speculator.speculate(speculation, outcome)
+        speculation = decoder.turns.take_turn(speculation, outcome)
         speculation, outcome = decoder.target.verify(speculation)
         record.append((speculation, outcome))
     return record
@@ -100,13 +100,13 @@ def greedy_reference(model, prompts: list[list[int]], max_new_tokens: int,
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, within: float = 1e-12) -> None:
-    """Whatever order a correct program adds up in."""
+    """Assert equality up to rounding, which depends on the order of a sum."""
     torch.testing.assert_close(actual, expected, rtol=within, atol=within)
 
 
 @lru_cache
 def forks():
-    """Processes that begin with all imports done."""
+    """A context whose processes begin with all imports done."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""When each piece of work began and ended; work that takes as long as on other hardware."""
+"""The times of each piece of work; work that takes as long as on other hardware."""
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -8,21 +8,21 @@ import torch
 SPIN = 0.0003  # seconds by which a sleep may be late
 
 
-class Stopwatch:
-    """When each piece of a model's work began and ended: `with watch("verify"): ...`. A GPU takes
-    the times itself (CUDA events), so that the host need not wait for it.
+class PacedClock:
+    """Records when each piece of a model's work began and ended: `with clock("verify"): ...`. A GPU
+    takes the times itself (CUDA events), so that the host need not wait for it.
 
-    Paced, work takes at least `pace` seconds for every pass in it, as on the hardware whose latency
-    that is: if it was done sooner, it sleeps for the rest. This assumes that a pass takes as long
+    With a `pace`, work takes at least so many seconds for every pass in it, as on hardware of that
+    latency: work that was done sooner sleeps for the rest. This assumes that a pass takes as long
     for one token as for hundreds (RESULTS.md, Method)."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.pace = 0.0  # off
         self.marks = []  # (work, start, end)
-        self.passes = 0  # in the work at hand; the model counts them
-        self.paced = 0   # passes in all paced work
-        self.kept = 0    # and in that which was done in time
+        self.passes = 0           # in the work at hand; the model counts them
+        self.paced_passes = 0     # in all paced work
+        self.punctual_passes = 0  # in paced work that was done in time
 
     @contextmanager
     def __call__(self, work: str):
@@ -35,18 +35,18 @@ class Stopwatch:
         self.marks.append((work, start, self.now()))
 
     def wait(self, due: float) -> None:
-        """Until the work at hand may end."""
+        """Sleep until the work at hand may end."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.paced += self.passes
+        self.paced_passes += self.passes
         if time.perf_counter() <= due:
-            self.kept += self.passes
+            self.punctual_passes += self.passes
         time.sleep(max(0.0, due - time.perf_counter() - SPIN))
         while time.perf_counter() < due:
             pass
 
     def now(self) -> "float | torch.cuda.Event":
-        """Seconds; or an event that the GPU has yet to reach."""
+        """The time in seconds, or an event that the GPU has yet to reach."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -54,13 +54,13 @@ class Stopwatch:
         return event
 
     def read(self) -> dict[str, Any]:
-        """Of all work since the last reading: "spans", (work, start, end) in seconds, and "pace",
-        (kept, passes)."""
+        """The times of all work since the last reading: "spans", (work, start, end) in seconds, and
+        "pace", (punctual passes, paced passes)."""
         marks = self.marks
-        pace = (self.kept, self.paced)
+        pace = (self.punctual_passes, self.paced_passes)
         self.marks = []
-        self.kept = 0
-        self.paced = 0
+        self.punctual_passes = 0
+        self.paced_passes = 0
         if self.device.type == "cuda":
             last = self.now()
             last.synchronize()
