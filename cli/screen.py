@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from cli.job import Job
-from cli.settings import Settings, open_for_writing
+from cli.settings import DecodingSettings, open_for_writing
 from cli.stats import theorem_7
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
@@ -156,7 +156,7 @@ def print_line(title: str, number: str, meaning: str) -> None:
     print(f"  {title:21}{number:>7}   {meaning}")
 
 
-def print_times(settings: Settings, summary: dict[str, Any]) -> None:
+def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
     T_p = summary["T_p"]
     T_b = summary["T_b"]
@@ -180,7 +180,7 @@ def print_times(settings: Settings, summary: dict[str, Any]) -> None:
                    f"{over_ar / sd:.2f} x SD")
 
 
-def print_choices(settings: Settings, summary: dict[str, Any]) -> None:
+def print_choices(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     """Print the fan-out (4.1) and b* (4.3)."""
     print_line("fan-out", "", f"{summary['fan_out']} after a hit, "
                f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")

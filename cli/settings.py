@@ -84,9 +84,11 @@ class DecodingSettings:
         "machine", False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
-    prompt = ()  # these three for commands without such options
+    prompt = ()  # these five for commands without such options
     prompts = None
     max_new_tokens = 0
+    output = None
+    mode = "ssd"
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
@@ -171,7 +173,6 @@ class Settings(DecodingSettings):
 @dataclass
 class BenchSettings(DecodingSettings):
     """Measure AR, SD and SSD, and draw the figures."""
-    mode = "ssd"  # no option: it needs the ranks of ssd
 
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")

@@ -24,6 +24,7 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is.
 """
 import inspect
+from typing import Callable
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -82,12 +83,12 @@ class CausalLM:
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
         self.last_token = model.get_input_embeddings().num_embeddings - 1
-        self.device = model.get_input_embeddings().weight.device
+        self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
-        self.forward_fn = self.forward_eager  # or `cuda_graphs.GraphRunner`
+        self.forward_fn: Callable[..., torch.Tensor] = self.forward_eager  # or a `GraphRunner`
         self.clock = PacedClock(self.device)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
