@@ -413,8 +413,13 @@ MISTAKES = {
     "q reported without the C-rescaling":
         (Sampler, "sample", DRAWN,
          "return inverse_cdf(q, uniforms), self.probabilities(logits)"),
-    "temperature applied to p and to the draw, but not to the reported q":
+    "q reported before temperature, top-k and top-p, which the draw has":
         (Sampler, "sample", DRAWN, "return inverse_cdf(q, uniforms), logits.softmax(-1)"),
+    "a C of each position in the draw, one C in the reported q":
+        (Sampler, "sample", DRAWN,
+         "own_C = 1 - torch.special.entr(q).sum(-1, keepdim=True) / 6"
+         "; cached = q < self.probabilities(logits)"
+         "; return inverse_cdf(torch.where(cached, own_C / self.downweight * q, q), uniforms), q"),
     "temperature applied to q only":
         (TargetWorker, "verify", P, "p = logits.softmax(-1)"),
     "greedy drafts reported as if drawn from q":
