@@ -337,16 +337,17 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
 
 def predict() -> None:
     """Print how long the rounds of published logs take by Corollary 16, and as measured."""
-    measured = ("verification", "round", "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
+    columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", "verification", "round",
+               "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
     for log in json.loads((ROOT / "figures/logs.json").read_text()).values():
         for f in log["rounds"]:
             T_v = f["verification"]
+            T_p = f["pre-speculation"] / T_v
+            T_b = f["backup"] / T_v
             tokens = f["p_hit"] * f["E_hit"] + (1 - f["p_hit"]) * f["E_miss"]
-            speed = throughput(f["p_hit"], f["E_hit"], f["E_miss"], f["pre-speculation"] / T_v,
-                               f["backup"] / T_v, f["b"]) / T_v
+            speed = throughput(f["p_hit"], f["E_hit"], f["E_miss"], T_p, T_b, f["b"]) / T_v
             f |= {"by Cor. 16": tokens / speed, "difference": f["round"] - tokens / speed,
                   "tokens/s by it": 1000 * f["b"] * speed}
-        columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", *measured)
         print_table(f"{log['pair']}; times in ms", columns, log["rounds"])
 
 

@@ -184,7 +184,7 @@ class BenchSettings(DecodingSettings):
         choices=("all", *SWEEPS), metavar="NAME")
     figures: str = option("bench", "figures", "folder for the figures")
     out: str | None = option("bench", None, "write all results to this file (JSON)")
-    predict: bool = option("bench", False, "no measurement: Theorem 7 at the paper's scale")
+    predict: bool = option("bench", False, "no measurement: Theorem 7 beside logs of GPUs")
 
     def __post_init__(self):
         super().__post_init__()
