@@ -922,7 +922,7 @@ def test_what_is_lossless_and_yet_wrong_is_caught_elsewhere(monkeypatch, change)
 
 def detection_table() -> None:
     print(f"{CONTROL}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
-          "texts (chapter 5)\nsecond: the audit's, in how many tokens of longer texts: "
+          "texts (chapter 3)\nsecond: the audit's, in how many tokens of longer texts: "
           "four times as many until it is caught")
     missed = []
     for title, names in (("no mistake", UNCHANGED), ("mistakes", MISTAKES),
