@@ -6,8 +6,8 @@ target plus noise.
 """
 import copy
 import os
+import sys
 from functools import lru_cache
-from multiprocessing import forkserver
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, within: float = 1
 
 @lru_cache
 def forks():
-    """A context whose processes begin with all imports done."""
+    """A context whose processes begin with all imports done; or, where forks are risky (macOS) or
+    unknown (Windows), do them."""
+    if sys.platform != "linux":
+        return torch.multiprocessing.get_context("spawn")
+    from multiprocessing import forkserver
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     forkserver.ensure_running()
