@@ -1,7 +1,8 @@
 """Processes: starting the second rank, a rank that died, the one sentence of an error.
 
 torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself, which
-tells rank 0 of its errors on standard output, where it prints nothing else.
+tells rank 0 of its errors on standard output, where it prints nothing else. Its standard input is a
+pipe in which nothing is written: it closes when rank 0 ends, however that ends.
 """
 import atexit
 import gc
@@ -20,7 +21,7 @@ from cli.settings import DecodingSettings, parse
 from engine.errors import UserError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
-PARENT = "SAGUARO_PARENT"  # the process that has started this rank, if that was not torchrun
+STARTED = "SAGUARO_STARTED"  # set in a rank that rank 0 has started
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ended the draft's rank
 
 
@@ -47,7 +48,6 @@ def prepare_process() -> None:
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
     """The settings of this run, checked; the other rank is on its way."""
-    parent = int(os.environ.get(PARENT, os.getppid()))
     present = [name for name in RENDEZVOUS if name in os.environ]
     try:
         settings = parse(kind)
@@ -56,8 +56,8 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
                             f"it, or set {', '.join(RENDEZVOUS)}")
     except UserError as problem:
         fail(problem)
-    if present:  # started by torchrun, or by another rank
-        threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
+    if STARTED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # by rank 0, or by torchrun
+        threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
     if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
         start_draft_rank()
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
@@ -74,9 +74,9 @@ def start_draft_rank() -> None:
                    "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
-    environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", PARENT: str(os.getpid())}
+    environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", STARTED: "1"}
     draft = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment,
-                             stdout=subprocess.PIPE, text=True)
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, errors="replace")
     threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
     atexit.register(draft.kill)
 
@@ -116,7 +116,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
 
 
 def report(problem: Exception | str) -> None:
-    file = sys.stdout if PARENT in os.environ else sys.stderr
+    file = sys.stdout if STARTED in os.environ else sys.stderr
     print(f"{Path(sys.argv[0]).name}: {problem}", file=file, flush=True)
 
 
@@ -130,8 +130,8 @@ def fail(problem: UserError | str) -> None:
 
 def exit_with_draft(draft: subprocess.Popen) -> None:
     """Exit when the draft's rank has failed, and report why."""
-    error, _ = draft.communicate()
-    if draft.returncode == 0:
+    error = draft.stdout.read()
+    if draft.wait() == 0:
         return
     time.sleep(GRACE)
     if not error:
@@ -141,7 +141,9 @@ def exit_with_draft(draft: subprocess.Popen) -> None:
 
 
 def exit_with_parent(parent: int) -> None:
-    """Exit soon after torchrun, or whoever started this rank, has been killed."""
-    while os.getppid() == parent:
+    """Exit soon after rank 0, or torchrun, whose process `parent` is, has been killed."""
+    if STARTED in os.environ:
+        os.read(0, 1)  # standard input, until it closes
+    while STARTED not in os.environ and os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

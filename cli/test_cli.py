@@ -438,16 +438,23 @@ time.sleep(100)"""
 LAUNCHER = ["bash", "-c", "export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1; "
             'for RANK in 0 1; do export RANK; "$0" "$@" & done; wait']
 SLOW_START = "if rank == '1': print('started', file=sys.stderr, flush=True); time.sleep(2)"
+MUTE = "if rank == '1': os.write(1, b'error \\xff\\n'); os._exit(2)"
+LAUNCHED = "sys.executable = os.environ['PYTHON_LAUNCHER']"  # as in an environment on Windows
 FAULTS = {  # of two ranks that only start: what they do before and after; a signal, and to whom;
             # exit status; what is reported
     "both end": ("", "sys.exit()", None, 0, ""),
     "the draft finds an error": ("", "rank == '1' and launch.fail('it')", None, 2, "-c: error: it"),
     "both find an error": ("", "launch.fail('it')", None, 2, "-c: error: it"),
+    "the draft's error is not UTF-8": ("", MUTE, None, 2, "error \N{REPLACEMENT CHARACTER}"),
     "the draft is killed": ("", "", (signal.SIGKILL, 1), 1, "rank has ended with status -9"),
     "the target is killed": ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
     "the target is killed while the draft starts":
         (SLOW_START, "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
-    "the launcher is killed": ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
+    "the target is killed, and Python starts Python": (
+        LAUNCHED, "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
+    "torchrun is killed": ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
+    "the shell is killed that started ranks by hand":
+        ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
     "Ctrl-C": ("", "", (signal.SIGINT, 0), -signal.SIGINT, "")}  # a shell makes 130 of it
 
 
@@ -480,26 +487,39 @@ def torchrun(tmp_path_factory):
 
 
 @slow
-def test_no_rank_outlives_the_other_nor_its_launcher(torchrun):
+def test_no_rank_outlives_the_other_nor_its_launcher(torchrun, tmp_path):
     processes = {}
-    ranks = []
+    ranks = {}
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?')
+    python.chmod(0o700)
     for name, (before, after, *_) in FAULTS.items():
         words = [sys.executable, "-c", WAITING.format(before, after)]
-        if name == "the launcher is killed":
+        environment = os.environ | {"PYTHON_LAUNCHER": str(python)}
+        if name == "torchrun is killed":
+            environment["TORCHELASTIC_RUN_ID"] = "1"
+        if "torchrun" in name or "by hand" in name:
             words = LAUNCHER + words
-        processes[name] = psutil.Popen(words, cwd=ROOT, stderr=subprocess.PIPE)
+        processes[name] = psutil.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, env=environment)
     for name, (*_, fault, _, _) in FAULTS.items():
         if fault:
             process = processes[name]
             assert [process.stderr.readline() for _ in range(2)] == [b"started\n"] * 2
-            ranks += process.children(recursive=True)
+            ranks[name] = process.children(recursive=True)
             signal_sent, rank = fault
             [process, *process.children()][rank].send_signal(signal_sent)
+    try:
+        by_hand = ranks.pop("the shell is killed that started ranks by hand")
+        assert not psutil.wait_procs(sum(ranks.values(), []), timeout=10)[1]
+        assert len(psutil.wait_procs(by_hand, timeout=3)[1]) == 2
+    finally:
+        for rank in by_hand:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
     for name, (*_, status, report) in FAULTS.items():
         assert processes[name].wait(20) == status, name
         errors = processes[name].stderr.read().decode().replace("started\n", "")
         assert report in errors and errors.count("\n") == bool(report), errors
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
 
 
 @pytest.mark.parametrize("leftover", ("WORLD_SIZE", "RANK"))
