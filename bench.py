@@ -146,7 +146,8 @@ class Bench:
             for decoder, batch in zip(decoders, turn):
                 if batch and (self.leads or decoder.settings.mode == "ssd"):
                     decoder(batch)
-                dist.barrier()  # no rank begins while the other is still at work
+                # no rank begins while the other is still at work
+                dist.barrier(self.job.placement.patient_group)
 
 
 # ---- from what was decoded to a point ----

@@ -530,7 +530,7 @@ def decode_batches(decoder: Decoder, batches: list) -> tuple[list, float]:
 def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
     """One rank's part in every job."""
     placement = Placement(jobs[0])
-    placement.join()
+    placement.join({})
     torch.set_num_threads(1)
     vocab_size = target.config.vocab_size
     held = Models(CausalLM(target) if placement.holds_target else None,

@@ -1,9 +1,10 @@
 """What every rank knows of a run before a model is loaded (configurations, prompts); loading."""
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, __version__
 
 from cli.placement import Placement
 from cli.settings import DecodingSettings, read_prompts
@@ -48,32 +49,35 @@ class Job:
             if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
                 raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
                                 "different vocabularies; a draft must propose the target's tokens")
-        if self.placement.tp_size > 1:
-            check_shardable(self.target_config, self.placement.tp_size)
 
     def load(self) -> Models:
         """Join the other ranks and load the models that this one holds."""
         placement = self.placement
+        target = None
         if placement.world_size > 1:
-            placement.join()
-        target = self.load_target() if placement.holds_target else None
+            own = dict.fromkeys(("prompts", "output", "out", "figures", "device"))  # may differ
+            models = {"target": str(self.target_config), "transformers": __version__}
+            if self.settings.mode != "ar":
+                models["draft"] = str(self.draft_config)
+            placement.join(asdict(self.settings) | own | models | {"prompt": str(self.prompts)})
+        if placement.tp_size > 1:
+            check_shardable(self.target_config, placement.tp_size)
         draft = self.load_draft() if placement.holds_draft else None
-        if placement.world_size > 1:
-            dist.barrier()  # or one rank would time how long another loads
+        group = placement.tp_group
+        for rank in range(placement.tp_size):  # in turns: host memory holds one whole target
+            if rank == placement.rank:
+                given = (self.settings.target, self.target_config, self.dtype, placement.device)
+                target = CausalLM(load_sharded(*given, group) if group else load(*given))
+            if placement.world_size > 1:
+                dist.barrier(placement.patient_group)
+        if target:
+            target = self.ready(target, group)
         return Models(target, draft, self.context, self.vocab_size, self.max_length)
 
     def load_draft(self) -> CausalLM:
         settings = self.settings
         model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
         return self.ready(CausalLM(model, self.vocab_size))
-
-    def load_target(self) -> CausalLM:
-        """The whole target, or this rank's share of it."""
-        settings = self.settings
-        group = self.placement.tp_group
-        given = (settings.target, self.target_config, self.dtype, self.placement.device)
-        model = load_sharded(*given, group) if group else load(*given)
-        return self.ready(CausalLM(model), group)
 
     def ready(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
         """Check the model; use CUDA graphs if all its ranks have GPUs. `group`: these ranks, if

@@ -23,6 +23,7 @@ from engine.errors import UserError
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 STARTED = "SAGUARO_STARTED"  # set in a rank that rank 0 has started
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ended the draft's rank
+GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
 def launch(kind: type[DecodingSettings], module: str) -> None:
@@ -104,7 +105,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
             reason = ". ".join(message.split(". ")[:2])
             fail(f"{name} lacks memory ({reason}): try more target ranks, or a smaller "
                  "--batch-size, --max-new-tokens or --budget")
-        if "closed by peer" not in message and "reset by peer" not in message:
+        if not any(sign in message.lower() for sign in GONE):
             raise
         time.sleep(2 * GRACE)  # meanwhile `exit_with_draft` reports why
         report(f"{name} stops: another rank is gone")

@@ -3,6 +3,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,9 @@ class Placement:
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def join(self) -> None:
-        """Meet the other ranks. Groups with a GPU for every rank use NCCL, others gloo."""
+    def join(self, asked: dict[str, Any]) -> None:
+        """Meet the other ranks. Groups with a GPU for every rank use NCCL, others gloo. Raises
+        `UserError`, on every rank, naming what differs if not all were `asked` the same."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
@@ -60,12 +62,17 @@ class Placement:
         waiting = threading.Timer(10, lambda: print(message, file=sys.stderr, flush=True))
         waiting.daemon = True
         waiting.start()
-        # a rank may wait for one that downloads 140 GB; one that died closes its sockets
-        timeout = timedelta(days=7)
+        timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         dist.init_process_group("gloo", timeout=timeout)
+        self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
+        ranks = [None] * self.world_size
+        dist.all_gather_object(ranks, (str(self.device), asked))
         waiting.cancel()
-        self.devices = [""] * self.world_size
-        dist.all_gather_object(self.devices, str(self.device))
+        different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
+        if different:
+            names = ", ".join(sorted(different))
+            raise UserError(f"all ranks must be started with the same {names}")
+        self.devices = [device for device, _ in ranks]
 
         def new_group(size: int) -> dist.ProcessGroup:
             """Of the first `size` ranks."""

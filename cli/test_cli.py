@@ -36,7 +36,7 @@ import cache
 import draft_worker
 import saguaro
 from cache import PRIMARY
-from cli import launch
+from cli import launch, placement
 from cli.job import Job, encode, open_model
 from cli.screen import Display, print_summary
 from cli.settings import ROOT, TINY, BenchSettings, ExplainSettings, Settings, parse
@@ -102,6 +102,12 @@ def obey_in_ranks(count: int, commands: list[tuple]) -> list[list[tuple[int, str
               for _ in commands]  # where the ranks meet
     ports = [store.port for store in stores]
     return in_ranks(count, obey_in_rank, list(zip(ports, commands)))
+
+
+def obey_own(commands: list[list]) -> tuple[int, str]:
+    """Each rank obeys its own command."""
+    words = ["saguaro.py", *commands[int(os.environ["RANK"])]]
+    return obey_in_rank([(os.environ["MASTER_PORT"], words)])[0]
 
 
 def read(file: Path) -> dict:
@@ -522,6 +528,71 @@ def test_no_rank_outlives_the_other_nor_its_launcher(torchrun, tmp_path):
         assert report in errors and errors.count("\n") == bool(report), errors
 
 
+@pytest.mark.parametrize("sign", ("Connection reset by peer", "No route to host", "Broken pipe",
+                                  "Timed out waiting 600000ms for recv operation to complete"))
+def test_a_rank_without_the_others_ends_with_one_sentence(sign, capsys, monkeypatch):
+    def main(settings):
+        raise RuntimeError(f"[transport/tcp/pair.cc:547] {sign}")
+
+    monkeypatch.setattr(launch, "GRACE", 0)
+    with pytest.raises(SystemExit, match="1"):
+        launch.run(Settings(), main)
+    assert capsys.readouterr().err.endswith(": rank 0 stops: another rank is gone\n")
+
+
+def wait_in_vain() -> list[str]:
+    """What rank 0 is told, group by group, while rank 1 says nothing; but it may load for long."""
+    from datetime import timedelta
+    placement.timedelta = lambda minutes=0, days=0: timedelta(seconds=minutes / 10 + days * 100)
+    here = placement.Placement(Settings(mode="sd", device="cpu"))
+    here.join({})
+    found = []
+    for group in (None, here.world_group, here.tp_group):
+        if here.rank == 1:
+            time.sleep(2)
+            continue
+        try:
+            dist.barrier(group)
+        except RuntimeError as problem:
+            found.append(str(problem))
+    dist.barrier(here.patient_group)
+    return found
+
+
+@slow
+def test_a_rank_does_not_wait_for_ever_for_one_that_says_nothing():
+    errors, _ = in_ranks(2, wait_in_vain)
+    assert len(errors) == 3 and all("timed out" in error.lower() for error in errors), errors
+
+
+@slow
+@pytest.mark.parametrize("words, names", (
+    (["--seed", 1], "seed"), (["--mode", "ssd"], "mode"), (["--prompt", "y"], "prompt"),
+    (["--target", "ODD"], "target"), (["--draft", "ODD"], "draft"),
+    (["--seed", 1, "--output", "OUT", "--top-k", 5], "seed, top_k")))
+def test_ranks_that_were_started_with_different_words_write_no_text(words, names, pair, tmp_path):
+    """Whoever starts them on several machines gives each its command. Two ranks cannot share ODD's
+    three heads; that is not what is wrong."""
+    shutil.copytree(pair[1], tmp_path / "ODD")
+    config = read(tmp_path / "ODD/config.json")
+    config |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+    (tmp_path / "ODD/config.json").write_text(json.dumps(config))
+    words = [tmp_path / word if str(word).isupper() else word for word in words]
+    command = [*pair, "--mode", "sd", "--prompt", "x"]
+    for result in in_ranks(2, obey_own, [command, command + words]):
+        assert f"all ranks must be started with the same {names}\n" in the_error(result)
+
+
+@slow
+def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
+    shutil.copytree(pair[1], tmp_path / "target")
+    (tmp_path / "prompts").write_text('{"text": "def f(x):"}')
+    command = [*pair, "--mode", "sd", "--prompt", "def f(x):"]
+    other = [*pair[2:6], "--target", tmp_path / "target", "--prompts", tmp_path / "prompts",
+             *pair[-4:], "--mode", "sd", "--output", tmp_path / "out", "--device", "cpu"]
+    assert [status for status, _ in in_ranks(2, obey_own, [command, other])] == [0, 0]
+
+
 @pytest.mark.parametrize("leftover", ("WORLD_SIZE", "RANK"))
 def test_a_part_of_torchruns_environment_is_refused(leftover, monkeypatch):
     monkeypatch.setenv(leftover, "1")
@@ -674,6 +745,7 @@ def test_a_target_that_ranks_cannot_share_is_refused(
     AutoConfig.for_model(family, **shape | changes).save_pretrained(tmp_path)
     for variable, value in zip(launch.RENDEZVOUS, ("0", str(ranks), "127.0.0.1", "1")):
         monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(placement.Placement, "join", lambda self, asked: None)
     assert sentence in the_error(obey("saguaro.py", "--target", tmp_path, "--mode", mode))
 
 

@@ -43,15 +43,11 @@ def check_shardable(config: PretrainedConfig, ranks: int) -> None:
 
 def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
                  device: torch.device | str, group: dist.ProcessGroup) -> PreTrainedModel:
-    """This process's share of a checkpoint (Hub id or folder). All of `group` load in turns: host
-    memory holds one whole model at a time. Raises `UserError`."""
-    for rank in range(group.size()):
-        if rank == group.rank():
-            model = load(path, config, dtype, "cpu")
-            split(model, group)
-            model.to(device)
-        dist.barrier(group)
-    return model
+    """This process's share of a checkpoint (Hub id or folder), which is read as a whole: callers
+    load in turns. Raises `UserError`."""
+    model = load(path, config, dtype, "cpu")
+    split(model, group)
+    return model.to(device)
 
 
 def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
