@@ -356,7 +356,7 @@ def main(settings: BenchSettings) -> None:
     if settings.predict:
         return predict()
     if settings.out is not None:  # refuse at once what could not be written at the end
-        open_for_writing("--out", settings.out, "a").close()
+        open_for_writing("--out", settings.out, "a", settings.prompts).close()
     if settings.sweep:
         open_for_writing("--figures", f"{settings.figures}/{SWEEPS[0]}.svg", "a").close()
     bench = Bench(settings)

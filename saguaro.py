@@ -225,6 +225,8 @@ class Decoder:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
+        if settings.mode != "ar" and not (models.draft or self.channel):
+            raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         self.turns = None
         if self.draft and not (self.channel and settings.mode == "ssd"):
             self.turns = TakingTurns(self.draft)
@@ -237,8 +239,7 @@ class Decoder:
         Raises `UserError` for prompts that cannot be continued."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
-        check_prompts(prompts, context, self.models.vocab_size)
+        prompts = check_prompts(prompts, context, self.models.vocab_size)
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos, self.stats,
                               on_tokens, self.models.max_length)
         if self.channel is None or self.placement.rank == 0:

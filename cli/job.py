@@ -1,5 +1,6 @@
 """What every rank knows of a run before a model is loaded (configurations, prompts); loading."""
 from dataclasses import asdict
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -123,8 +124,15 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
                         f"({first_line(problem)})") from problem
 
 
-def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
-    """Raises `UserError` for a prompt that cannot be continued."""
+def check_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
+    """The prompts as lists. Raises `UserError` if they are not lists of token ids, or one cannot be
+    continued."""
+    try:
+        prompts = [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError:
+        prompts = []
+    if not prompts:
+        raise UserError("prompts must be lists of token ids, such as [[5, 6], [7]]")
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:
@@ -133,3 +141,4 @@ def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> No
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UserError(f"{name} holds tokens {min(prompt)} to {max(prompt)}; the target's "
                             f"embedding has 0 to {vocab_size - 1}")
+    return prompts

@@ -52,7 +52,7 @@ class Display:
         self.num_texts = 0
         self.file = None
         if job.settings.output is not None:
-            self.file = open_for_writing("--output", job.settings.output)
+            self.file = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
         self.write_line({"settings": asdict(job.settings)})
 
     def begin(self) -> None:

@@ -253,7 +253,9 @@ def read_prompts(settings: DecodingSettings) -> list[str]:
 def read_json_lines(path: str) -> list[str]:
     """The texts of a JSON Lines file. Raises `UserError`, naming the line."""
     try:
-        lines = Path(path).read_text("utf-8").split("\n")  # U+2028 ends no line
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("every rank reads it, so it must be a regular file")
+        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
     except (OSError, ValueError) as problem:
         raise UserError(f"--prompts {path!r}: {first_line(problem)}") from problem
     texts = []
@@ -264,7 +266,7 @@ def read_json_lines(path: str) -> list[str]:
             row = json.loads(line)
             found = [row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str)]
             texts.append(found[0])
-        except (ValueError, AttributeError, IndexError):
+        except (ValueError, AttributeError, IndexError, RecursionError):
             raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in a "
                             "field prompt, question or text") from None
     if not texts:
@@ -272,9 +274,11 @@ def read_json_lines(path: str) -> list[str]:
     return texts
 
 
-def open_for_writing(flag: str, path: str, mode: str = "w") -> TextIO:
-    """Open a file; raise `UserError`, naming `flag`, if that fails."""
+def open_for_writing(flag: str, path: str, mode: str = "w", prompts: str | None = None) -> TextIO:
+    """Open a file; raise `UserError`, naming `flag`, if that fails or it holds the `prompts`."""
     try:
+        if prompts and Path(path).exists() and Path(path).samefile(prompts):
+            raise OSError("it holds the prompts")
         return open(path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

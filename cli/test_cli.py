@@ -161,7 +161,8 @@ WRONG = {  # a command, and what is said about it
     "--prompt a --prompts FIELDLESS": "exclude each other",
     "a --prompt b": "--prompt: not allowed with argument TEXT",
     "--prompts nowhere.jsonl": ": No such file", "--prompts EMPTY": "holds no prompt",
-    "--prompts BART": ": Is a directory", "--prompts LOOP": ": Too many levels of symbolic links",
+    "--prompts BART": "it must be a regular file", "--prompts PIPE": "it must be a regular file",
+    "--prompts NESTED": "line 1: not a JSON obj", "--prompts LOOP": ": Too many levels of symbolic",
     "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
     "--target ADDED --mode ar --apply-chat-template":
         "the chat template cannot read the prompts (no user here)",
@@ -183,6 +184,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("wrong")
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
                        "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
+                       "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
     for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER"):
@@ -199,6 +201,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     deeper.save_pretrained(folder / "DEEPER")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     (folder / "LOOP").symlink_to("LOOP")
+    os.mkfifo(folder / "PIPE")
     return {path.name: str(path) for path in folder.iterdir()}
 
 
@@ -207,6 +210,16 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
 def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_inputs):
     words = [wrong_inputs.get(word, word) for word in shlex.split(arguments)]
     assert WRONG[arguments] in the_error(obey("saguaro.py", *words))
+
+
+def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text('{"text": "a"}', "utf-8-sig")
+    (tmp_path / "link").symlink_to(file)
+    for output in ("prompts", "link"):
+        words = ["--prompts", file, "--output", tmp_path / output]
+        assert "': it holds the prompts" in the_error(obey("saguaro.py", *words))
+    assert file.read_text("utf-8-sig") == '{"text": "a"}'
 
 
 @pytest.mark.parametrize("wrong, sentence", (
@@ -240,10 +253,19 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
 
 @pytest.mark.parametrize("prompts, sentence", (
     ([[1], []], "prompt 2 of 2 has 0 tokens"), ([[1] * 64], "prompt 1 of 1 has 64 tokens"),
-    ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1")))
+    ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1"),
+    ([], "prompts must be lists"), ([1, 2], "must be lists of token ids"),
+    ("12", "must be lists of token ids"), (["12"], "must be lists of token ids")), ids=str)
 def test_prompts_made_in_python_are_checked_too(prompts, sentence):
     with pytest.raises(UserError, match=sentence):
         make_decoder(random_model(), mode="ar")(prompts)
+
+
+@pytest.mark.parametrize("mode", ("sd", "ssd"))
+def test_models_without_a_draft_do_not_speculate(mode):
+    models = make_decoder(random_model(), mode="ar").models
+    with pytest.raises(UserError, match=f"--mode {mode}: these models were loaded without a draft"):
+        Decoder(Settings(mode=mode), models)
 
 
 def test_a_backup_of_ones_own_is_a_function_and_a_line_in_a_dictionary(monkeypatch, pair):
@@ -295,9 +317,10 @@ def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):
 def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkeypatch):
     calls = itertools.count()
 
-    def fail(*_) -> None:
+    def fail(prompts, *_) -> list:
         if next(calls) == 1:
             raise UserError("in the second batch")
+        return prompts
 
     monkeypatch.setattr(saguaro, "check_prompts", fail)
     words = [*pair, "--mode", "ar", "--output", tmp_path / "out"]
