@@ -10,6 +10,7 @@ import argparse
 import ast
 import re
 import shutil
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -79,6 +80,7 @@ def main() -> None:
     if args.folder.is_file() or any(args.folder.glob("*")):
         parser.error(f"{args.folder} is there: name a new or empty folder")
     write(args.folder, args.only)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     print(f"{args.folder}: exercises {', '.join(args.only) or 'solved'}; read SHEET.md there")
 
 

@@ -59,9 +59,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each exercise")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     args = parser.parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     print(*args.only, "total", "submission", sep="\t")
     with (ThreadPoolExecutor(os.cpu_count()) as pool,
-          open(args.csv, "w", newline="", encoding="utf-8") as file):
+          open(args.csv, "w", newline="", encoding="utf-8", errors="backslashreplace") as file):
         table = csv.writer(file)
         table.writerow(["submission", *args.only, "total", "remarks"])
         for folder in args.folders:

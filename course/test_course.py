@@ -407,17 +407,12 @@ def test_the_fan_outs_expected_are_those_of_theorem_12(given, expected):
 # ---- the hand-out ----
 
 def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
-    stray = ROOT / "cli/stray.py"
-    stray.write_text("not known to git")
-    try:
-        write(tmp_path, list(EXERCISES))
-    finally:
-        stray.unlink()
+    write(tmp_path, list(EXERCISES))
     given = {file.relative_to(tmp_path).as_posix(): file.read_text("utf-8", "ignore")
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".toml", ".ini")}
     assert {"test_exercises.py", "SHEET.md", "LAB.md", "values.toml"} < set(given)
     assert given["SHEET.md"] == (ROOT / "course/SHEET.md").read_text("utf-8")
-    assert not {"README.md", "cli/stray.py", "handout.toml"} & set(given)
+    assert not {"README.md", "handout.toml"} & set(given)
     assert not [*tmp_path.glob("figures/*.svg"), *tmp_path.rglob("*.pyc")]
     assert (tmp_path / "tiny/target/model.safetensors").is_file()
     for number, exercise in EXERCISES.items():
@@ -436,6 +431,18 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
         compile(given[file], file, "exec")
     for formula in ("a^k", "F_0 a^", "(1 - a)", "p E_hit", "C exp", "largest gains"):
         assert not any(formula in given[file] for file in ("cache.py", "sampling.py")), formula
+
+
+@pytest.mark.parametrize("module, names", (
+    ("handout", ["\u0141ukasz"]),
+    ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks"])))  # \xff: not in UTF-8
+def test_names_are_printed_whatever_the_encoding_of_the_output_is(module, names, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", f"course.{module}", *names, "--only", "6"], cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
+        capture_output=True)
+    assert run.returncode == 0 and rb"\u0141ukasz" in run.stdout, run.stderr
+    assert (rb"\udcff" in run.stdout) == (module == "mark")
 
 
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
