@@ -55,6 +55,7 @@ from transformers import GenerationConfig
 
 import cache
 import draft_worker
+import engine.model
 import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
 from audit.replay import Text, replay, warpers_of
@@ -83,6 +84,7 @@ from engine.testing import (
     run_rounds,
     settings,
     texts_and_rounds,
+    windowed,
 )
 from saguaro import Decoder, plan
 from sampling import Sampler
@@ -227,14 +229,17 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next(monkeypatch):
 @pytest.mark.parametrize("family, changes", (
     ("llama", {}), ("qwen2", dict(num_key_value_heads=1)),
     ("qwen3", dict(head_dim=16, tie_word_embeddings=True)),
-    ("mistral", dict(sliding_window=64, num_key_value_heads=2)), ("gpt2", {}), ("gpt_neox", {})))
-def test_greedy_text_is_that_of_generate(family, changes):
-    """In hits and misses, and after full, partial and no acceptance."""
+    ("gpt2", {}), ("gpt_neox", {}), *windowed(8)))
+def test_greedy_text_is_that_of_generate(family, changes, monkeypatch):
+    """In hits and misses, and after full, partial and no acceptance. Prompts are read in pieces;
+    windows and chunks end within a prompt, and within what is written."""
+    monkeypatch.setattr(engine.model, "PREFILL_CHUNK", 4)
+    prompts = [*RAGGED, [*range(20)]]
     target = random_model(family, num_hidden_layers=2, **changes)
     decoder = make_decoder(target, imitation(target, 0.1), max_new_tokens=24)
-    texts, rounds = texts_and_rounds(decoder, RAGGED)
-    assert texts == greedy_reference(target, RAGGED, 24)
-    rounds = rounds[len(RAGGED):]
+    texts, rounds = texts_and_rounds(decoder, prompts)
+    assert texts == greedy_reference(target, prompts, 24)
+    rounds = rounds[len(prompts):]
     assert {1, 4} < {len(new) for _, new, _ in rounds}, "K = 3"
     assert {source for *_, source in rounds} == {PRIMARY, BACKUP}
 
@@ -793,16 +798,17 @@ def test_after_many_rounds_of_hits_and_misses_all_KV_is_fresh(mode, backup, temp
         assert_kv_is_fresh(draft.model, row, verified[:-1])  # or was rewritten, standing still
 
 
-@pytest.mark.parametrize("temperature, family", (
-    (0, "llama"), (0.8, "llama"), (0.8, "gpt2"), (0.8, "gpt_neox")))
+@pytest.mark.parametrize("family, changes, temperature", (
+    ("llama", {}, 0), ("llama", {}, 0.8), ("gpt2", {}, 0.8), ("gpt_neox", {}, 0.8),
+    *((*model, 0.8) for model in windowed(2))))
 def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
-        temperature, family):
+        family, changes, temperature):
     """By plain passes. The outcomes: for each k, after the text and s_1..s_k, the likeliest tokens
     but for s_{k+1}. Each branch: q of every step is what follows the text, s_1..s_k, t* and the
     branch's own tokens; and a backup's, what follows the text and its own; both by Saguaro
     sampling."""
     shape = [3, 2, 1, 2]
-    target = random_model(family, num_hidden_layers=2)
+    target = random_model(family, num_hidden_layers=2, **changes)
     decoder = make_decoder(target, imitation(target, 0.2), temperature=temperature,
                            fan_out="3,2,1,2", downweight=0.5)
     draft = decoder.draft
@@ -822,7 +828,7 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
             return
         for step in range(3):
             sigma = sampling.saguaro_distribution(follows[step], shape[step], 0.5)
-            assert_close(q[step], sigma, 1e-9)
+            assert_close(q[step], sigma, 1e-6)  # Llama 4 rounds to float32
 
     for row, drafted in enumerate(speculation.tokens):
         text = draft.text[row, :draft.length[row]].tolist()
@@ -880,7 +886,7 @@ def test_in_random_settings_the_statistics_are_those_of_the_rounds(seed):
 # Wrong, and yet lossless: whatever is proposed for whatever reason, it is verified against the q it
 # was drawn from. Other tests catch these: a test, and its arguments.
 TREE = (test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text,
-        0.8, "llama")
+        "llama", {}, 0.8)
 HARMLESS = {
     "a hit served with the tokens and the q of another row":
         (SpeculationCache, "look_up", "torch.arange(len(match))",

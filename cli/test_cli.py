@@ -740,10 +740,9 @@ BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="defa
 
 
 @pytest.mark.parametrize("family, changes", (
-    ("qwen2", dict(use_sliding_window=True, sliding_window=16, max_window_layers=0)),
     ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
     ("gemma3_text", dict(rope_parameters=BY_TYPE))))
-def test_a_text_beyond_a_window_or_a_change_of_rotary_embeddings_is_refused(family, changes):
+def test_a_text_beyond_a_change_of_rotary_embeddings_is_refused(family, changes):
     model = CausalLM(fresh_model(family, **changes))
     model.allocate(1, 16, 16)
     with pytest.raises(UserError, match="more than 16 tokens"):

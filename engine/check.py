@@ -57,18 +57,18 @@ def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots whose
-    order is not that of the text."""
+    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots, the
+    later one first."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
     after_rejection = model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))
-    positions, slots = torch.tensor([[n - 2, n - 1], [n + 2, n]], device=model.device)[:, None]
+    positions, slots = torch.tensor([[n - 1, n - 2], [n + 2, n]], device=model.device)[:, None]
     visible = (torch.arange(n + 3, device=model.device) < n - 2).repeat(1, 2, 1)
-    visible[..., n + 2] = True
-    visible[:, 1, n] = True
-    branch = model.forward(tokens[:, -2:], positions, slots, visible)
-    return torch.cat([after_rejection, branch], 1)
+    visible[..., n] = True
+    visible[:, 0, n + 2] = True
+    branch = model.forward(tokens[:, -2:].flip(1), positions, slots, visible)
+    return torch.cat([after_rejection, branch.flip(1)], 1)
 
 
 def size(logits: torch.Tensor) -> float:

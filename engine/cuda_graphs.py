@@ -3,8 +3,8 @@
 On a GPU a pass over few tokens is hundreds of kernels that take less time than Python takes to
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
 the same addresses every time: it is captured once and replayed. Only the number of slots that
-attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; the mask
-hides what that adds. At its first use, in a warm-up, a pass is captured for all widths: later
+attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; what that
+adds is not visible. At its first use, in a warm-up, a pass is captured for all widths: later
 texts may be longer or shorter.
 
 Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
@@ -73,15 +73,15 @@ class GraphRunner:
         self.stream = torch.cuda.Stream()
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                 mask: torch.Tensor) -> torch.Tensor:
+                 visible: torch.Tensor) -> torch.Tensor:
         """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
         kv = self.model.kv
-        seen = mask.shape[-1]
+        seen = visible.shape[-1]
         widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]
         width = next(width for width in widths if width >= seen)
 
         def inputs(width: int) -> tuple[torch.Tensor, ...]:
-            wider = torch.nn.functional.pad(mask, (0, width - seen), value=-torch.inf)
+            wider = torch.nn.functional.pad(visible, (0, width - seen))
             return tokens, positions, slots, wider
 
         shape = (*tokens.shape, width)

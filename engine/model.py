@@ -6,7 +6,7 @@ in numbered *slots* and the caller says, token by token,
 
     positions   where the token stands in the text (for the position embedding),
     slots       where its keys and values are written,
-    mask        which slots it may see.
+    visible     which slots it may see.
 
 A verified token lives in the slot whose number is its position. Then
 - a causal pass is slots = positions, visible = (slot <= position);
@@ -19,6 +19,9 @@ A verified token lives in the slot whose number is its position. Then
     holds       x  y  t* | s1  s2 | a  b  c  | a1  b1  c1     a guesses "0 accepted", b "1", c "2"
     position    0  1  2  | 3   4  | 3  4  5  | 4   5   6
     b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
+
+The slots that a token sees hold its text in order: counting them gives the position that each
+holds, which is all that a layer with a window, or chunks, must know.
 
 Hugging Face models take this unmodified: any object with a fitting `update` passes for their cache,
 and a 4-D `attention_mask` is used as it is.
@@ -111,22 +114,23 @@ class CausalLM:
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                 visible: torch.Tensor, logits: bool = True) -> torch.Tensor:
         """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
-        where `visible` `[B, n, slots in use]` is True. Positions beyond the longest text are
-        clamped: such tokens only keep shapes static. `logits=False` only fills the KV, unpaced."""
+        where `visible` `[B, n, slots in use]` is True; in their order, these hold its text.
+        Positions beyond the longest text are clamped: such tokens only keep shapes static.
+        `logits=False` only fills the KV, unpaced."""
         if self.last_token < self.vocab_size - 1:  # only of a draft
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
-        mask = torch.where(visible, 0.0, -torch.inf).to(self.dtype)
         if not logits:
-            return self.forward_eager(tokens, positions, slots, mask, keep=1)
+            return self.forward_eager(tokens, positions, slots, visible, keep=1)
         self.clock.passes += 1
-        return fit_vocabulary(self.forward_fn(tokens, positions, slots, mask), self.vocab_size)
+        return fit_vocabulary(self.forward_fn(tokens, positions, slots, visible), self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
-                      slots: torch.Tensor, mask: torch.Tensor, keep: int = 0) -> torch.Tensor:
+                      slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """The pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
-        self.kv.set_slots(slots, mask.shape[-1])
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask[:, None],
+        self.kv.set_slots(slots, visible.shape[-1])
+        mask = attention_mask(self.model.config, positions, visible, self.dtype)
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
                           use_cache=True, logits_to_keep=keep,
                           **{self.cache_name: self.kv}).logits
 
@@ -156,6 +160,36 @@ class CausalLM:
         if eos is None:
             return []
         return [eos] if isinstance(eos, int) else eos
+
+
+FIRST_SEEN = {  # the first position seen from each of `positions`, by the type of a layer
+    "sliding_attention": lambda positions, config: positions - config.sliding_window + 1,
+    "chunked_attention": lambda positions, config: (
+        positions - positions % config.attention_chunk_size)}
+
+
+def layer_types(config: PretrainedConfig) -> set[str]:
+    """The types of a model's layers. A configuration that names none is of a model with one."""
+    config = config.get_text_config()
+    has_window = getattr(config, "sliding_window", None)
+    only = "sliding_attention" if has_window else "full_attention"
+    return set(getattr(config, "layer_types", None) or [only])
+
+
+def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: torch.Tensor,
+                   dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
+    """What tokens at `positions` `[B, n]` see of the slots that are `visible` `[B, n, slots]`: 0 or
+    -inf, `[B, 1, n, slots]`; if layers are of several types, a dictionary with a mask for each. On
+    the device alone, so that a CUDA graph captures it."""
+    config = config.get_text_config()
+    masks = {}
+    for kind in layer_types(config):
+        seen = visible
+        if kind in FIRST_SEEN:
+            held = visible.cumsum(-1, dtype=torch.int32) - 1
+            seen = visible & (held >= FIRST_SEEN[kind](positions, config)[..., None])
+        masks[kind] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
+    return masks if len(masks) > 1 else masks[kind]
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
@@ -199,17 +233,10 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def text_limit(config: PretrainedConfig) -> float:
-    """The longest text, in tokens, for which masks over slots say everything: every layer attends
-    to all of it, and no position embedding depends on its length (as those of type longrope)."""
-    config = config.get_text_config()
-    limits = []
-    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if "chunked_attention" in layers:
-        limits.append(config.attention_chunk_size)
-    if "sliding_attention" in layers:
-        limits.append(getattr(config, "sliding_window", None))
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            limits.append(rope["original_max_position_embeddings"])
-    return min(filter(None, limits), default=torch.inf)
+    """The longest text, in tokens, whose length no position embedding depends on, as those of type
+    longrope do."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    ropes = (ropes, *ropes.values())  # one for all layers, or one for every type of layer
+    return min((rope["original_max_position_embeddings"] for rope in ropes
+                if isinstance(rope, dict) and rope.get("rope_type") == "longrope"),
+               default=torch.inf)

@@ -34,6 +34,7 @@ from engine.testing import (
     make_decoder,
     random_model,
     run_rounds,
+    windowed,
 )
 from saguaro import Decoder, Sequences
 
@@ -244,6 +245,16 @@ def test_a_short_text_after_a_long_one_captures_nothing(fake_graphs):
     assert FakeGraph.captures == before > 0
 
 
+@pytest.mark.parametrize("family, changes", windowed(8))
+def test_the_window_of_a_captured_pass_moves(family, changes, fake_graphs):
+    target = random_model(family, num_hidden_layers=2, **changes)
+    decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=18)
+    for model in decoder.models[:2]:
+        model.forward_fn = cuda_graphs.GraphRunner(model)
+    assert decoder(RAGGED) == greedy_reference(target, RAGGED, 18)
+    assert all(model.kv.graphs for model in decoder.models[:2])
+
+
 def refuse(*_, **__):
     raise RuntimeError("operation not permitted")
 
@@ -271,8 +282,8 @@ def test_what_cannot_be_captured_runs_eagerly(replay, reason, fake_graphs, monke
 # ---- a target that several ranks share ----
 
 SHARED = {"llama": dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-          "qwen3": dict(head_dim=8), "qwen2": {}, "olmo2": {}, "gpt_neox": {}, "mistral": {},
-          "gemma2": {}, "phi": {}}
+          "qwen3": dict(head_dim=8), "qwen2": {}, "olmo2": {}, "gpt_neox": {},
+          "mistral": dict(sliding_window=3), "gemma2": dict(sliding_window=3), "phi": {}}
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 
 

@@ -36,6 +36,15 @@ def random_model(family: str = "llama", seed: int = 0, **changes):
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
+def windowed(size: int) -> list[tuple[str, dict]]:
+    """Families of random models, and changes: all layers have a window of `size` tokens; one of two
+    has; all have chunks."""
+    return [("mistral", dict(sliding_window=size, num_key_value_heads=2)),
+            ("qwen2", dict(sliding_window=size, use_sliding_window=True, max_window_layers=1)),
+            ("llama4_text", dict(attention_chunk_size=size, head_dim=8, num_local_experts=2,
+                                 intermediate_size_mlp=48))]
+
+
 def imitation(target, noise: float):
     """A draft: the target with noise on its weights, in units of each tensor's standard
     deviation."""
