@@ -47,7 +47,9 @@ class Job:
         self.max_length = min(longest, self.context)
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
-            if draft_tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            context_length(self.draft_config)  # refuses what cannot be decoded
+            shared = self.tokenizer.get_vocab().items() & draft_tokenizer.get_vocab().items()
+            if len(shared) < 0.99 * len(self.tokenizer):  # special tokens may differ
                 raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
                                 "different vocabularies; a draft must propose the target's tokens")
 
@@ -115,9 +117,13 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     try:
         if not chat:
             return tokenizer(texts)["input_ids"]
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
-                                             return_dict=True)["input_ids"]
+        texts = ["Saguaro", *texts]  # does it arrive? A template may read texts, or lists of parts
+        for contents in (texts, [[{"type": "text", "text": text}] for text in texts]):
+            trial, *chats = [[{"role": "user", "content": content}] for content in contents]
+            if "Saguaro" in tokenizer.apply_chat_template(trial, tokenize=False):
+                return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
+                                                     return_dict=True)["input_ids"]
+        raise ValueError("it drops them")
     except Exception as problem:  # a template is a program, and a prompt may be no text
         reader = "chat template" if chat else "tokenizer"
         raise UserError(f"the {reader} cannot read the prompts "

@@ -178,6 +178,12 @@ WRONG = {  # a command, and what is said about it
     "--draft RENAMED": "different vocabularies", "--apply-chat-template": "has no chat template"}
 
 
+def rename(folder: Path, old: str, new: str) -> None:
+    """In all tokens."""
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text("utf-8").replace(old, new), "utf-8")
+
+
 @pytest.fixture(scope="module")
 def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     """The files and folders that the words in capitals in WRONG stand for."""
@@ -193,8 +199,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     added.add_tokens("<word>")
     added.chat_template = "{{ raise_exception('no user here') }}"
     added.save_pretrained(folder / "ADDED")
-    tokenizer = folder / "RENAMED" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text("utf-8").replace("endoftext", "unheard-of"), "utf-8")
+    rename(folder / "RENAMED", "Ġ", "☃")  # the space before a word
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
     deeper = AutoConfig.from_pretrained(folder / "DEEPER")
     deeper.num_hidden_layers += 1
@@ -289,12 +294,26 @@ def test_the_command_line_is_read_without_torch():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-def test_a_chat_template_makes_each_prompt_a_user_turn():
+@pytest.mark.parametrize("content, expected", (
+    ("{{ m.content }}", nullcontext()),
+    ("{% for part in m.content %}{{ part.text }}{% endfor %}", nullcontext()),
+    ("", pytest.raises(UserError, match="the chat template cannot read the prompts"))))
+def test_a_chat_template_makes_each_prompt_a_user_turn(content, expected):
+    """It may read texts or lists of parts; one that drops both is refused."""
     tokenizer = open_model("--target", str(TINY / "target"))[1]
-    tokenizer.chat_template = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-                               "{% if add_generation_prompt %}<assistant>{% endif %}")
-    prompts = encode(tokenizer, ["Why?", "How?"], chat=True)
-    assert tokenizer.batch_decode(prompts) == ["<user>Why?<assistant>", "<user>How?<assistant>"]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}")
+    with expected:
+        prompts = encode(tokenizer, ["Why?", "How?"], chat=True)
+        texts = ["<user>Why?<assistant>", "<user>How?<assistant>"]
+        assert tokenizer.batch_decode(prompts) == texts
+
+
+def test_a_draft_may_have_another_special_token(tmp_path):
+    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
+    rename(tmp_path, "endoftext", "unheard-of")
+    assert Job(Settings(draft=str(tmp_path), prompt="def f(x):")).vocab_size == 2048
 
 
 def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):

@@ -28,14 +28,15 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_a
 def check_shardable(config: PretrainedConfig, ranks: int) -> None:
     """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded."""
     kind = config.model_type
-    styles = set((config.base_model_tp_plan or {}).values())
+    text = config.get_text_config()
+    styles = set((text.base_model_tp_plan or {}).values())
     known = SPLIT.keys() <= styles <= SPLIT.keys() | WHOLE
     if not known or getattr(config, "quantization_config", None):
         raise UserError(f"{ranks} target ranks cannot share this {kind} model: it has no plan for "
                         "splitting its linear layers, or one for other layers too (experts, "
                         "quantized ones); start one target rank")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(config, name, None) or 0
+        size = getattr(text, name, None) or 0
         if (torch.tensor(size) % ranks).any():  # some architectures list a size for every layer
             raise UserError(f"{ranks} target ranks cannot share this {kind} model evenly: their "
                             f"number must divide {size}, its {name}")
@@ -59,8 +60,9 @@ def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     def add_up(layer, inputs, output):
         dist.all_reduce(output, group=group)
 
-    for name, layer in model.base_model.named_modules():
-        style = model.config.base_model_tp_plan.get(re.sub(r"\.\d+\b", ".*", name))
+    plan = model.config.get_text_config().base_model_tp_plan
+    for name, layer in model.get_decoder().named_modules():
+        style = plan.get(re.sub(r"\.\d+\b", ".*", name))
         if style in SPLIT:
             layer.weight = share(layer.weight, SPLIT[style])
         if style == "colwise" and layer.bias is not None:
