@@ -44,8 +44,8 @@ from cli.stats import Stats
 from engine import timing
 from engine.check import check_model
 from engine.errors import UserError
-from engine.model import CausalLM
-from engine.testing import RAGGED, imitation, in_ranks, make_decoder, random_model
+from engine.model import FIRST_SEEN, CausalLM
+from engine.testing import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 from saguaro import Decoder
 
 if os.name == "nt":
@@ -745,12 +745,42 @@ def fresh_model(family: str = "llama", **changes):
     ("bert", {}, pytest.raises(UserError, match="this bert model is not causal")),
     ("mpt", {}, pytest.raises(UserError, match="mpt models give other logits")),  # ALiBi
     ("bloom", {}, pytest.raises(UserError, match="bloom models cannot run")),  # ALiBi
-    ("mamba", {}, pytest.raises(UserError, match="mamba models cannot run")),  # recurrence
+    ("mamba", {}, pytest.raises(UserError, match="in all layers, not linear_attention")),
+    # it has no window, but transformers' cache believes its configuration
+    ("llama", dict(sliding_window=8), pytest.raises(UserError, match="llama models give other")),
     ("bert", dict(is_decoder=True), nullcontext()), ("mixtral", {}, nullcontext()),
     ("gpt_bigcode", {}, nullcontext())))  # has a mask by slot, and does not use it
 def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes, expected):
     with expected:
         check_model(CausalLM(fresh_model(family, **changes).float()))
+
+
+WINDOWED, MIXED, CHUNKED = windowed(50)  # more than the text with which a model is tried
+window = FIRST_SEEN["sliding_attention"]
+everything = FIRST_SEEN["full_attention"]
+WRONGLY_SEEN = {
+    "a token more": (WINDOWED, {"sliding_attention": lambda *given: window(*given) - 1}),
+    "a token less": (WINDOWED, {"sliding_attention": lambda *given: window(*given) + 1}),
+    "no window": (WINDOWED, {"sliding_attention": everything}),
+    "no window in a few layers": (MIXED, {"sliding_attention": everything}),
+    "windows in the other layers":
+        (MIXED, {"sliding_attention": everything, "full_attention": window}),
+    "no chunks": (CHUNKED, {"chunked_attention": everything}),
+    "chunks that begin a token earlier": (CHUNKED, {"chunked_attention": lambda positions, config: (
+        positions - (positions + 1) % config.attention_chunk_size)})}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", WRONGLY_SEEN)
+def test_the_check_sees_a_wrong_window_however_long(name, dtype, monkeypatch):
+    (family, changes), first_seen = WRONGLY_SEEN[name]
+    model = CausalLM(fresh_model(family, num_hidden_layers=2, **changes).to(dtype))
+    check_model(model)
+    assert 50 in vars(model.model.config).values(), "it is as it was"
+    for kind, function in first_seen.items():
+        monkeypatch.setitem(FIRST_SEEN, kind, function)
+    with pytest.raises(UserError, match="give other logits"):
+        check_model(model)
 
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
@@ -760,12 +790,14 @@ BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="defa
 
 @pytest.mark.parametrize("family, changes", (
     ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
-    ("gemma3_text", dict(rope_parameters=BY_TYPE))))
-def test_a_text_beyond_a_change_of_rotary_embeddings_is_refused(family, changes):
-    model = CausalLM(fresh_model(family, **changes))
-    model.allocate(1, 16, 16)
-    with pytest.raises(UserError, match="more than 16 tokens"):
-        model.allocate(1, 17, 17)
+    ("gemma3_text", dict(rope_parameters=BY_TYPE)), ("doge", dict(keep_window_size=16))))
+def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, changes):
+    """And a prompt that reaches beyond is refused."""
+    decoder = make_decoder(fresh_model(family, **changes), mode="ar", max_new_tokens=30)
+    [text] = decoder([[1, 2]])
+    assert len(text) == 14
+    with pytest.raises(UserError, match="context, 16"):
+        decoder([[1] * 16])
 
 
 @pytest.mark.parametrize("overflows, choices", (

@@ -12,6 +12,8 @@ A verified token lives in the slot whose number is its position. Then
 - a causal pass is slots = positions, visible = (slot <= position);
 - rejecting tokens is lowering a length: stale slots are overwritten before anything can see them;
 - rows of different length need no padding on the left: what lies above a row's length is masked;
+- the slots that a token sees hold its text in order: counting them gives the position that each
+  holds, which is all that a layer with a window, or chunks, must know;
 - a tree grows in scratch slots above the trunk, each branch seeing the trunk up to its own fork,
   and its ancestors. With 3 tokens of text, K = 2, and one guess for each of 0, 1, 2 accepted:
 
@@ -19,9 +21,6 @@ A verified token lives in the slot whose number is its position. Then
     holds       x  y  t* | s1  s2 | a  b  c  | a1  b1  c1     a guesses "0 accepted", b "1", c "2"
     position    0  1  2  | 3   4  | 3  4  5  | 4   5   6
     b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
-
-The slots that a token sees hold its text in order: counting them gives the position that each
-holds, which is all that a layer with a window, or chunks, must know.
 
 Hugging Face models take this unmodified: any object with a fitting `update` passes for their cache,
 and a 4-D `attention_mask` is used as it is.
@@ -41,18 +40,14 @@ PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attenti
 
 class KVCache:
     """Keys and values: per layer two buffers `[rows, heads, slots, head size]`, made at the first
-    write. Smaller batches use the first rows."""
+    write. Smaller batches use the first rows. A pass writes to the slots of `slot_mapping` `[B, n]`
+    and sees slots 0..`used`-1."""
 
     def __init__(self, rows: int, slots: int):
         self.rows = rows
         self.slots = slots
         self.layers = {}
         self.graphs = {}  # see cuda_graphs.py: they die with the buffers
-
-    def set_slots(self, slots: torch.Tensor, used: int) -> None:
-        """The next pass writes to `slots` `[B, n]` and sees slots 0..used-1."""
-        self.slot_mapping = slots
-        self.used = used
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
                **__) -> list[torch.Tensor]:
@@ -96,14 +91,7 @@ class CausalLM:
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
-        `scratch` more. Buffers, and their graphs, serve again if they suffice. Raises `UserError`
-        for too long texts."""
-        limit = text_limit(self.model.config)
-        if max_length > limit:
-            raise UserError(
-                f"this {self.model.config.model_type} model treats texts of more than {limit} "
-                "tokens in a way that KV slots cannot express, and this run may need "
-                f"{max_length}: shorten the prompt or --max-new-tokens")
+        `scratch` more. Buffers, and their graphs, serve again if they suffice."""
         slots = max_length + scratch
         slots += -slots % 8  # attention would pad another mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
@@ -128,8 +116,9 @@ class CausalLM:
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
         """The pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
-        self.kv.set_slots(slots, visible.shape[-1])
-        mask = attention_mask(self.model.config, positions, visible, self.dtype)
+        self.kv.slot_mapping = slots
+        self.kv.used = visible.shape[-1]
+        mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
                           use_cache=True, logits_to_keep=keep,
                           **{self.cache_name: self.kv}).logits
@@ -162,17 +151,16 @@ class CausalLM:
         return [eos] if isinstance(eos, int) else eos
 
 
-FIRST_SEEN = {  # the first position seen from each of `positions`, by the type of a layer
+FIRST_SEEN = {  # the first position that is seen from each of `positions`, by the type of a layer
+    "full_attention": lambda positions, config: 0 * positions,
     "sliding_attention": lambda positions, config: positions - config.sliding_window + 1,
     "chunked_attention": lambda positions, config: (
         positions - positions % config.attention_chunk_size)}
 
 
 def layer_types(config: PretrainedConfig) -> set[str]:
-    """The types of a model's layers. A configuration that names none is of a model with one."""
-    config = config.get_text_config()
-    has_window = getattr(config, "sliding_window", None)
-    only = "sliding_attention" if has_window else "full_attention"
+    """The types of a model's layers. A text configuration that names none has one."""
+    only = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return set(getattr(config, "layer_types", None) or [only])
 
 
@@ -181,13 +169,10 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
     """What tokens at `positions` `[B, n]` see of the slots that are `visible` `[B, n, slots]`: 0 or
     -inf, `[B, 1, n, slots]`; if layers are of several types, a dictionary with a mask for each. On
     the device alone, so that a CUDA graph captures it."""
-    config = config.get_text_config()
+    held = visible.cumsum(-1, dtype=torch.int32) - 1
     masks = {}
     for kind in layer_types(config):
-        seen = visible
-        if kind in FIRST_SEEN:
-            held = visible.cumsum(-1, dtype=torch.int32) - 1
-            seen = visible & (held >= FIRST_SEEN[kind](positions, config)[..., None])
+        seen = visible & (held >= FIRST_SEEN[kind](positions, config)[..., None])
         masks[kind] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
     return masks if len(masks) > 1 else masks[kind]
 
@@ -223,20 +208,18 @@ def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have, prompt included. Raises `UserError` for what is no decoder
-    with a context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if config.is_encoder_decoder or context is None:
-        raise UserError(f"{config.model_type} models cannot be decoded here: only causal language "
-                        "models with attention over their whole context (max_position_embeddings)")
-    return context
-
-
-def text_limit(config: PretrainedConfig) -> float:
-    """The longest text, in tokens, whose length no position embedding depends on, as those of type
-    longrope do."""
-    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    """The most tokens a text may have, prompt included: if it were longer, positions would be
+    unknown, all embedded anew (longrope), or some tokens dropped (Doge). Raises `UserError` for
+    what is no decoder with a context, or has layers that do not attend."""
+    text = config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}
     ropes = (ropes, *ropes.values())  # one for all layers, or one for every type of layer
-    return min((rope["original_max_position_embeddings"] for rope in ropes
-                if isinstance(rope, dict) and rope.get("rope_type") == "longrope"),
-               default=torch.inf)
+    limits = [rope["original_max_position_embeddings"] for rope in ropes
+              if isinstance(rope, dict) and rope.get("rope_type") == "longrope"]
+    context = getattr(text, "max_position_embeddings", None)
+    others = ", ".join(sorted(layer_types(text) - FIRST_SEEN.keys()))
+    if config.is_encoder_decoder or context is None or others:
+        raise UserError(f"{config.model_type} models cannot be decoded here: only causal language "
+                        "models with a context (max_position_embeddings) and full, sliding or "
+                        f"chunked attention in all layers{others and ', not '}{others}")
+    return min(context, getattr(text, "keep_window_size", torch.inf), *limits)
