@@ -131,8 +131,8 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
 
 
 def check_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
-    """The prompts as lists. Raises `UserError` if they are not lists of token ids, or one cannot be
-    continued."""
+    """Return the prompts as lists. Raises `UserError` if they are not lists of token ids, or if one
+    cannot be continued."""
     try:
         prompts = [[index(token) for token in prompt] for prompt in prompts]
     except TypeError:

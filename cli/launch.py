@@ -44,11 +44,11 @@ def prepare_process() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")
     # waiting threads give their cores back sooner: twice as fast beside busy programs
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    gc.set_threshold(100_000)  # or passes are late
+    gc.set_threshold(100_000)  # a garbage collection would delay a pass
 
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
-    """The settings of this run, checked; the other rank is on its way."""
+    """Parse and check the settings of this run; start the other rank."""
     present = [name for name in RENDEZVOUS if name in os.environ]
     try:
         settings = parse(kind)

@@ -1,4 +1,4 @@
-"""Who computes where: devices, process groups."""
+"""Placement of ranks: devices, cores, process groups."""
 import os
 import sys
 import threading
@@ -46,7 +46,7 @@ class Placement:
         self.threads = max(1, len(cores) // local_world_size)
         self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
         if self.device.type == "cuda" or any(settings.pace):
-            self.threads = 1  # of several one is late beside any other program
+            self.threads = 1  # with several threads, one is late whenever another program runs
         torch.set_num_threads(self.threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -75,7 +75,7 @@ class Placement:
         self.devices = [device for device, _ in ranks]
 
         def new_group(size: int) -> dist.ProcessGroup:
-            """Of the first `size` ranks."""
+            """A group of the first `size` ranks."""
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
@@ -89,11 +89,11 @@ class Placement:
 
     @property
     def any_gpu(self) -> bool:
-        """Does any rank compute on a GPU?"""
+        """True if any rank computes on a GPU."""
         return any(device != "cpu" for device in self.devices)
 
     @property
     def on_gpus(self) -> bool:
-        """Does this rank compute on a GPU, and all that hold the same model?"""
+        """True if this rank computes on a GPU, and so do all that hold the same model."""
         peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
         return "cpu" not in peers

@@ -1,4 +1,4 @@
-"""Which models can be decoded here: found out by trying them.
+"""Tries a model, to find out whether it can be decoded here.
 
 A model must be causal, and compute the same through KV slots: a pass over stale slots, and a branch
 in scratch slots, must give the logits of an ordinary forward.
@@ -14,7 +14,7 @@ WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
 
 
 def check_model(model: CausalLM) -> None:
-    """Raises `UserError` for a model that is not causal, or whose logits change with slots by more
+    """Raise `UserError` for a model that is not causal, or whose logits change with slots by more
     than with transformers' own cache, which is rounding."""
     config = model.model.config
     kind = config.model_type
@@ -64,8 +64,8 @@ def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """The same: one after a pass that leaves rejected tokens behind, two in scratch slots, the
-    later one first."""
+    """The same logits through KV slots: one after a pass that leaves rejected tokens behind, two in
+    scratch slots, the later one first."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
@@ -79,13 +79,14 @@ def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def size(logits: torch.Tensor) -> float:
-    """Their root mean square."""
+    """The root mean square of the logits."""
     return float(logits.float().square().mean().sqrt())
 
 
 def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> bool:
-    """Are they further apart, where both have logits, than 8 times the rounding, or a last digit?
-    (Seen in 15 families, in four types: at most 1.9 times where slots change nothing, else 15.)"""
+    """True if they are further apart, where both have logits, than 8 times the rounding, or a last
+    digit. (In 15 families and four types sound models differ by at most 1.9 times the rounding,
+    others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
     digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
     allowed = 8 * max(rounding, digit * size(expected))

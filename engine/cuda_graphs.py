@@ -41,15 +41,15 @@ class CapturedGraph:
         main.wait_stream(stream)
 
     def capture(self) -> None:
-        """Raises RuntimeError where the pass cannot be captured."""
+        """Capture the pass. Raises RuntimeError where that is impossible."""
         self.graph = torch.cuda.CUDAGraph()
-        # NCCL's and other threads do as they please meanwhile
+        # only this thread is restricted while capturing
         with torch.cuda.graph(self.graph, self.pool, self.stream,
                               capture_error_mode="thread_local"):
             self.output = self.forward(*self.inputs)
 
     def try_out(self) -> None:
-        """Raises RuntimeError where a replay gives other logits."""
+        """Replay the pass once. Raises RuntimeError if that gives other logits."""
         self.output.fill_(torch.nan)  # all that a replay gives is its own
         if differ(self.replay(self.inputs), self.expected):
             raise RuntimeError("the captured pass gives other logits")
@@ -112,7 +112,7 @@ class GraphRunner:
         kv.graphs[shape] = graph
 
     def all_agree(self, fine: bool) -> bool:
-        """Is it fine on all ranks that share the model?"""
+        """True if it is fine on all ranks that share the model."""
         if self.group is None:
             return fine
         flag = torch.tensor(int(fine), device=self.model.device)

@@ -115,7 +115,7 @@ class CausalLM:
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
-        """The pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
+        """Run the pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
