@@ -1,4 +1,4 @@
-"""The options of every command, read from the command line or made in Python; prompts.
+"""The options of all commands but the course's, from the command line or from Python; prompts.
 
 Importing torch takes seconds, so nothing here does: a wrong flag or --help is answered at once.
 """
@@ -72,7 +72,7 @@ class DecodingSettings:
     backup: str = option(
         FALLBACK, "neural", "who drafts after a cache miss: neural (the draft model), lookup "
         "(prompt look-up), random (random tokens), or auto: neural below Theorem 17's batch size, "
-        "random above; by the times of --pace, if given", metavar="NAME")
+        "random above, for T_p <= 1; by the times of --pace, if given", metavar="NAME")
     backup_acceptance_rate: float | None = option(
         FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
         "one, 0.2 after look-up, 0.1 after random tokens", min=0, max=1)
@@ -194,19 +194,6 @@ class BenchSettings(DecodingSettings):
             self.max_new_tokens = 24
         if self.predict:
             self.mode = "ar"  # one process
-
-
-@dataclass
-class ExplainSettings(DecodingSettings):
-    """Rounds of speculative speculative decoding in slow motion: one process, nothing overlaps."""
-    mode = "sd"  # no option: one process holds both models
-
-    prompt: tuple[str, ...] = option(
-        "text", (), "the text to continue; several are a batch, to see section 4.3", nargs="+")
-    rounds: int = option(
-        "slow motion", 3, "rounds to show after round 0, the prompt's", min=1)
-    pause: bool = option("slow motion", False, "wait for Enter after each round")
-    color: bool = option("slow motion", False, "colours even where the output is no terminal")
 
 
 # ---- the command line ----

@@ -39,8 +39,9 @@ from cache import PRIMARY
 from cli import launch, placement
 from cli.job import Job, encode, open_model
 from cli.screen import Display, print_summary
-from cli.settings import ROOT, TINY, BenchSettings, ExplainSettings, Settings, parse
+from cli.settings import ROOT, TINY, BenchSettings, Settings, parse
 from cli.stats import Stats
+from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
 from engine.errors import UserError
@@ -446,7 +447,8 @@ def test_readme_and_porting_name_what_exists():
     for name in re.findall(r"`(test_\w+)`", porting):
         assert f"def {name}(" in tests, name
     known = {f"--{field.name.replace('_', '-')}"
-             for kind in (Settings, BenchSettings, ExplainSettings) for field in fields(kind)}
+             for kind in (Settings, BenchSettings, ExplainSettings, PageSettings)
+             for field in fields(kind)}
     foreign = {"--help", "--index-url", "--nproc-per-node", "--nnodes"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known | foreign
 

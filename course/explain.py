@@ -8,13 +8,14 @@ Fig. 2 with real tokens. Shown are the speculation under verification, every gue
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
 from cli.launch import launch
-from cli.settings import ExplainSettings
+from course.options import ExplainSettings
 
 if __name__ == "__main__":
     launch(ExplainSettings, "course.explain")  # parses first: torch takes seconds
 
 import re
 import sys
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +31,41 @@ from sampling import Sampler, residual
 WIDTH = 100  # columns of a line, at most
 WORD = 12    # and of a token in it
 BOLD = "\x1b[1m"
+
+
+class Round(NamedTuple):
+    """A round of one row, seen from inside: K tokens verified, in round 0 none."""
+    row: int
+    drafted: list[int]        # the speculation, K tokens
+    source: int               # PRIMARY or BACKUP, who drafted it
+    outcome: tuple[int, int]  # (k, t*)
+    prepared: dict[tuple[int, int], list[int]]  # by guess (k, t*): what would follow
+    p: torch.Tensor           # [K+1, V] the target's distributions; greedy: at temperature 1
+    q: torch.Tensor           # [K+1, V] the draft's
+    sent: torch.Tensor        # [K, V] what the tokens were drawn from; V = 0: point masses
+    uniforms: torch.Tensor    # [K+1] of the verifier: accepted if below p / sent; the last draws t*
+
+    @property
+    def hit(self) -> bool:
+        return self.outcome in self.prepared
+
+    def bonus_distribution(self) -> torch.Tensor:
+        """What t* was drawn from, `[V]`: after a rejection the residual, else the last p."""
+        k = self.outcome[0]
+        return residual(self.p[k], self.sent[k]) if k < len(self.drafted) else self.p[k]
+
+    def brief(self) -> dict[str, Any]:
+        """The round without its distributions: of them p and the probability sent of the drafted
+        tokens (greedy: the draft's q), p and q of t*, and q of the guesses."""
+        place = range(len(self.drafted))
+        sent = self.sent if self.sent.shape[-1] else self.q
+        p, sent = (part[place, self.drafted].tolist() for part in (self.p, sent))
+        p_bonus, q_bonus = (float(part[self.outcome]) for part in (self.p, self.q))
+        prepared = [[*guess, float(self.q[guess]), branch]
+                    for guess, branch in self.prepared.items()]
+        return {"drafted": self.drafted, "outcome": self.outcome, "hit": self.hit, "p": p,
+                "sent": sent, "uniforms": self.uniforms.tolist(), "p_bonus": p_bonus,
+                "q_bonus": q_bonus, "prepared": prepared}
 
 
 class Narrator(Sequences):
@@ -54,10 +90,14 @@ class Narrator(Sequences):
         for text in self.job.texts:
             print(f"prompt\n{visible(text)}\n")
         self.tell_fan_out(self.job.settings)
-        self.turns.start(self.prompts, self.max_length)
-        decode(self.target, self.turns.take_turn, self, self.draft.lookahead)
+        self.decode()
         for text, tokens in zip(self.job.texts, self.new_tokens):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
+
+    def decode(self) -> None:
+        """All rounds."""
+        self.turns.start(self.prompts, self.max_length)
+        decode(self.target, self.turns.take_turn, self, self.draft.lookahead)
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
@@ -75,72 +115,79 @@ class Narrator(Sequences):
         if self.job.settings.pause and self.number:
             print("   Enter: the next round ", end="", flush=True)
             sys.stdin.readline()
-        self.tell(speculation, outcome)
+        self.tell(self.look_inside(speculation, outcome))
         outcome = super().extend(speculation, outcome)
         if self.number == self.job.settings.rounds:
             outcome = outcome._replace(num_accepted=torch.full_like(outcome.bonus, FINISHED))
         self.number += 1
         return outcome
 
-    def tell(self, speculation: Speculation, outcome: Outcome) -> None:
-        """A round, row by row: the outcomes guessed and what was prepared, then the outcome."""
+    def look_inside(self, speculation: Speculation, outcome: Outcome) -> list[Round]:
+        """The round of every active row, before its tokens join the text."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
-        hit = self.turns.cache.look_up(outcome)[2]
-        rows = [row for row, active in enumerate(self.active) if active]
-        for row in rows:
-            drafted = speculation.tokens[row].tolist()
-            k, bonus = (int(part[row]) for part in outcome)
-            style = BOLD + (Display.CACHE if hit[row] else Display.BACKUP)
+        cache = self.turns.cache
+        rounds = []
+        for row in [row for row, active in enumerate(self.active) if active]:
+            guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
+            prepared = {(k, token): branch for k, token, branch in guesses if k != NO_OUTCOME}
+            rounds.append(Round(
+                row, speculation.tokens[row].tolist(), int(speculation.source[row]),
+                (int(outcome.num_accepted[row]), int(outcome.bonus[row])), prepared,
+                p[row], q[row], speculation.q[row].cpu(), uniforms[row]))
+        return rounds
+
+    def tell(self, rounds: list[Round]) -> None:
+        """Print a round, row by row: the outcomes guessed and what was prepared, the outcome."""
+        for told in rounds:
+            k, bonus = told.outcome
+            style = BOLD + (Display.CACHE if told.hit else Display.BACKUP)
             title = "the target reads the prompt, the draft guesses its first token"
-            if drafted:
-                source = self.sources[speculation.source[row]]
-                title = f"verifying [ {self.words(drafted)} ]   from {source}"
-            of_row = f", row {row}" if len(self.prompts) > 1 else ""
+            if told.drafted:
+                source = self.sources[told.source]
+                title = f"verifying [ {self.words(told.drafted)} ]   from {source}"
+            of_row = f", row {told.row}" if len(self.prompts) > 1 else ""
             self.say(f"\nround {self.number}{of_row}   {title}", BOLD)
-            self.tell_guesses(row, drafted, (k, bonus), q[row], style)
+            self.tell_guesses(told, style)
             if self.job.settings.temperature:
-                self.tell_draws(drafted, k, p[row], q[row], speculation.q[row].cpu(), uniforms[row])
+                self.tell_draws(told)
             answer = "HIT, what was prepared is sent at once"
-            if not hit[row]:
+            if not told.hit:
                 answer = f"MISS, {self.sources[BACKUP]} drafts"
-            elif not hit[rows].all():
+            elif not all(other.hit for other in rounds):
                 answer = f"HIT, kept while {self.sources[BACKUP]} drafts (4.3)"
-            self.say(f"   {k} of {len(drafted)} accepted, bonus token {self.words([bonus])}:  "
+            self.say(f"   {k} of {len(told.drafted)} accepted, bonus token {self.words([bonus])}:  "
                      f"{answer}", style)
 
-    def tell_guesses(self, row: int, drafted: list[int], outcome: tuple[int, int], q: torch.Tensor,
-                     style: str) -> None:
-        """Every guess, and what was prepared for it; the outcome in the given style."""
-        cache = self.turns.cache
-        guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
-        prepared = {(k, token): f"[ {self.words(branch)} ]" for k, token, branch in guesses
-                    if k != NO_OUTCOME}
-        prepared.setdefault(outcome, "(not guessed)")
+    def tell_guesses(self, told: Round, style: str) -> None:
+        """Print every guess, and what was prepared for it; the outcome in the given style."""
+        shown = {guess: f"[ {self.words(branch)} ]" for guess, branch in told.prepared.items()}
+        shown.setdefault(told.outcome, "(not guessed)")
         self.say(f"{'accepted':>35} | {'bonus t*':<{WORD}}     q  prepared for this outcome")
-        for (k, token), text in prepared.items():
-            is_outcome = (k, token) == outcome
+        for (k, token), text in shown.items():
+            is_outcome = (k, token) == told.outcome
             arrow = "-->" if is_outcome else ""
-            self.say(f"  {arrow:3} k={k:<2}{self.words(drafted[:k])[-24:]:>25} | "
-                     f"{self.words([token]):<{WORD}} {q[k, token]:.3f}  {text}",
+            self.say(f"  {arrow:3} k={k:<2}{self.words(told.drafted[:k])[-24:]:>25} | "
+                     f"{self.words([token]):<{WORD}} {told.q[k, token]:.3f}  {text}",
                      style if is_outcome else "")
 
-    def tell_draws(self, drafted: list[int], k: int, p: torch.Tensor, q: torch.Tensor,
-                   sent: torch.Tensor, uniforms: torch.Tensor) -> None:
-        """Token by token up to the rejection: p, the draft's q, the one `sent` to the verifier,
-        which is sigma of it or a backup's own, and u. And what the bonus token is drawn from."""
-        if drafted:
+    def tell_draws(self, told: Round) -> None:
+        """Print token by token, up to the rejection: p, the draft's q, the one sent to the
+        verifier, which is sigma of it or a backup's own, and u; what t* is drawn from."""
+        k, _ = told.outcome
+        if told.drafted:
             self.say("     drafted            p      q   sent      u  accepted if u < p / sent")
-        for i, token in enumerate(drafted[:k + 1]):
-            p_s, q_s, sent_s = (part[i, token] for part in (p, q, sent))
+        for i, token in enumerate(told.drafted[:k + 1]):
+            p_s, q_s, sent_s = (part[i, token] for part in (told.p, told.q, told.sent))
             verdict = "accepted" if i < k else "rejected"
             self.say(f"  s_{i + 1:<2} {self.words([token]):<{WORD}} {p_s:.3f}  {q_s:.3f}  "
-                     f"{sent_s:.3f}  {uniforms[i]:.3f}  {p_s / sent_s:.3f}: {verdict}")
-        name = "the residual" if k < len(drafted) else "p"
-        r = residual(p[k], sent[k]) if k < len(drafted) else p[k]
-        likeliest = [f"{self.words([int(token)])} {share:.3f}" for share, token in zip(*r.topk(4))]
-        self.say(f"  t*   from {name}, with u = {uniforms[-1]:.3f}:  " + "   ".join(likeliest))
+                     f"{sent_s:.3f}  {told.uniforms[i]:.3f}  {p_s / sent_s:.3f}: {verdict}")
+        name = "the residual" if k < len(told.drafted) else "p"
+        likeliest = [f"{self.words([int(token)])} {share:.3f}"
+                     for share, token in zip(*told.bonus_distribution().topk(4))]
+        self.say(f"  t*   from {name}, with u = {told.uniforms[-1]:.3f}:  "
+                 + "   ".join(likeliest))
 
     def distributions(self, model: CausalLM, drafted: torch.Tensor) -> torch.Tensor:
         """A model's distributions `[B, K+1, V]` along the drafted tokens; the KV stays as it is."""

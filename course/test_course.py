@@ -17,9 +17,10 @@ import sys
 import pytest
 
 from cli.job import Job
-from cli.settings import ExplainSettings, parse
+from cli.settings import parse
 from course import explain, grading, mark
 from course.handout import EXERCISES, ROOT, missing, replaced, write
+from course.options import ExplainSettings
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
