@@ -197,7 +197,8 @@ def metrics_of(point: Point, settings: Settings, stats: Stats) -> Metrics:
 
 def predicted(settings: Settings, f: Metrics, num_texts: int) -> Metrics:
     """The values that Theorem 7 takes: hits and tokens as counted, times by the pace. The counts of
-    guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is right."""
+    guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is right.
+    Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
     parts = {name: f.get(name) for name in ("tokens_per_round", "acceptance_rate", "hit_rate",
                                             "E_hit", "E_miss", "guess_counts")}
     if counts_tell(settings):

@@ -193,6 +193,9 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
 
         (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b) (1 + T_b)).
 
+    A miss costs 1 + T_b if the draft stops its pre-speculation as soon as it hears of it. Here
+    `serve` ends it first: where T_p > 1 a miss costs T_p + T_b, which the formula leaves out.
+
     At b = 1 this is Theorem 7, the speedup over autoregressive decoding; at p = 0, plain SD.
 
     >>> throughput(hit_rate=0.5, tokens_hit=4, tokens_miss=2, T_p=0.8, T_b=0.5)
@@ -258,7 +261,8 @@ def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent
 def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
                   random_acceptance_rate: float, miss_exponent: float,
                   draft_pass: float) -> tuple[str, float]:
-    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: in verifications."""
+    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: in verifications.
+    Where T_p > 1, misses cost more here than the theorem assumes, see `throughput`."""
     lookahead = len(fan_out) - 1
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(
