@@ -1,0 +1,92 @@
+"""A page of one text, decoded by AR, SD and SSD: one HTML file, for any browser.
+
+    python -m course.page --out docs/index.html     (the page of this repository)
+
+All ranks decode the text at --pace, for its times; then one process does, for what slow motion sees
+of a round. K, budget and temperature are those of the comparison in figures/results.json.
+"""
+from cli.launch import launch
+from cli.settings import ROOT, open_for_writing
+from course.options import PageSettings
+from engine.errors import UserError
+
+if __name__ == "__main__":
+    launch(PageSettings, "course.page")  # parses first: torch takes seconds
+
+import copy
+import json
+import time
+from dataclasses import replace
+
+from tokenizers.decoders import DecodeStream
+
+from bench import Bench, Point
+from course.explain import Narrator, Round
+from saguaro import warm_up
+
+
+def timed(bench: Bench, line: dict) -> dict:
+    """Decode as for this line of the comparison. Rank 0 gets rounds and spans, in seconds. Raises
+    `UserError` if more than 2% of the passes were late."""
+    text = bench.prompts[:1]
+    decoder = bench.decoder(Point("", 0, line["with"]), text)
+    rounds = []
+    if bench.leads or decoder.settings.mode == "ssd":
+        warm_up(decoder.settings, decoder.models, decoder.placement, text)
+        decoder(text, lambda row, new, source: rounds.append(
+            {"time": time.perf_counter(), "new": new, "source": source}))
+    kept = decoder.stats.summary()["pace_kept"]
+    if bench.leads and kept is not None and kept < 0.98:
+        raise UserError(f"{kept:.0%} of the passes kept --pace; a page needs 98%, so none is "
+                        "written: let nothing else run meanwhile, or choose a slower pace")
+    return {"launch": line, "rounds": rounds, "spans": decoder.stats.spans}
+
+
+class Recorder(Narrator):
+    """Keeps the rounds of a text instead of printing them."""
+
+    def tell(self, rounds: list[Round]) -> None:
+        self.seen += [told.brief() for told in rounds]
+
+
+def look_inside(bench: Bench, run: dict) -> None:
+    """Decode again, and add to each round what was seen. Raises `UserError` for another text."""
+    line = run["launch"]
+    job = copy.copy(bench.job)
+    job.prompts = bench.prompts[:1]
+    job.settings = replace(bench.settings, temperature=line["temperature"],
+                           lookahead=line["lookahead"], budget=line["with"].get("budget", 0))
+    bench.sd_models.set_pace((0.0, 0.0))
+    recorder = Recorder(job, bench.sd_models)
+    recorder.eos = []  # the text ends where `Bench` ends it
+    recorder.max_new = [bench.settings.max_new_tokens]
+    recorder.seen = []
+    recorder.decode()
+    if recorder.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
+        raise UserError("the same settings gave two texts, so no page is written")
+    for told, seen in zip(run["rounds"], recorder.seen):
+        told |= seen
+
+
+def main(settings: PageSettings) -> None:
+    bench = Bench(settings)
+    lines = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
+    runs = [timed(bench, line) for line in lines
+            if line["sweep"] == "comparison" and line["name"] in ("AR", "SD", "SSD")]
+    if not bench.leads:
+        return
+    tokenizer = bench.job.tokenizer
+    for run in runs:
+        stream = DecodeStream(skip_special_tokens=True)  # half a character waits for the rest
+        for told in run["rounds"]:
+            told["text"] = [stream.step(tokenizer.backend_tokenizer, token) or ""
+                            for token in told["new"]]
+        if run["launch"]["lookahead"]:
+            look_inside(bench, run)
+    trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
+             "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
+             "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}
+    data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
+    page = (ROOT / "course/page.html").read_text("utf-8")
+    with open_for_writing("--out", settings.out) as file:
+        file.write(page.replace("/*TRACE*/null", data))

@@ -1,0 +1,315 @@
+"""The page: its scripts draw what the program has written, and compute what cache.py computes.
+
+The scripts of docs/index.html run in quickjs, a JavaScript engine without a browser, with as much
+of a document as they use.
+"""
+import copy
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html import unescape
+from types import SimpleNamespace
+
+import pytest
+
+import cache
+from cli.job import Job
+from cli.settings import ROOT
+from course import page
+from course.options import PageSettings
+from engine.errors import UserError
+
+REFRESH = "python -m course.page --out docs/index.html"
+PAGE = (ROOT / "docs/index.html").read_text("utf-8")
+SCRIPTS = dict(re.findall(r'<script id="(\w+)"[^>]*>(.*?)</script>', PAGE, re.DOTALL))
+TRACE = json.loads(SCRIPTS["trace"])
+RUNS = {f"{run['launch']['name']} {run['launch']['temperature']:g}": run for run in TRACE["runs"]}
+
+STUB = """
+const made = {}, handlers = {};
+const checked = text => {
+  if (/\\b(NaN|undefined|Infinity)\\b/.test(text)) throw Error(text.slice(0, 2000));
+  return text;
+};
+const element = () => ({
+  clientWidth: 600, value: "", style: {},
+  set innerHTML(html) { this.html = checked(html); },
+  set textContent(text) { this.html = checked(String(text)); },
+  get textContent() { return this.html; },
+  setAttribute(name, value) { checked(value); },
+  getBoundingClientRect: () => ({bottom: 1})
+});
+const addEventListener = (kind, act) => handlers[kind] = handlers[kind] || act;
+const document = {addEventListener, getElementById: id => made[id] = made[id] || element()};
+const location = {hash: ""}, frames = [];
+const history = {replaceState(state, title, hash) { location.hash = hash; }};
+const requestAnimationFrame = act => frames.push(act);
+"""
+
+
+def browser(hash: str = ""):
+    """The scripts of the page, run from top to bottom."""
+    context = pytest.importorskip("quickjs").Context()
+    context.eval(STUB)
+    context.eval(f"location.hash = {json.dumps(hash)};")
+    context.eval(f"document.getElementById('trace').html = {json.dumps(SCRIPTS['trace'])};")
+    for name in ("theory", "watch", "ask", "begin"):
+        context.eval(SCRIPTS[name])
+    return context
+
+
+def ask(context, call: str):
+    """What a call returns, by way of JSON."""
+    return json.loads(context.eval(f"JSON.stringify({call})"))
+
+
+def text_of(html: str) -> str:
+    """What is not hidden, without tags."""
+    html = re.sub(r'<(\w+) class="[^"]*later[^"]*"[^>]*>.*?</\1>', "", html, flags=re.DOTALL)
+    return unescape(re.sub(r"<[^>]*>", "", html))
+
+
+# ---- what is drawn ----
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_round_is_drawn_as_it_was(name):
+    run = RUNS[name]
+    mode, temperature = name.split()
+    context = browser(f"#T={temperature}&mode={mode}&t=0")
+    for i, told in enumerate(run["rounds"]):
+        context.eval(f"goTo('{mode}', {i})")
+        assert ask(context, "location.hash") == f"#T={temperature}&mode={mode}&round={i}"
+        html = ask(context, "made.round.html")
+        assert f"round {i} of {len(run['rounds']) - 1}" in html
+        if mode == "AR":
+            continue
+        k, bonus = told["outcome"]
+        assert html.count('class="branch hit"') == told["hit"]
+        assert html.count('class="branch miss"') == (not told["hit"])
+        assert html.count('class="node way"') == k + 1
+        assert html.count('class="branch ') == len(told["prepared"]) + (not told["hit"])
+        for verdict, when in (("A hit", told["hit"]), ("A miss", not told["hit"])):
+            said = mode == "SSD" and when and i + 1 < len(run["rounds"])
+            assert (verdict in text_of(html)) == said
+        if temperature == "1":
+            assert html.count("✓") == k and html.count("✗") == (k < len(told["drafted"]))
+        sent = run["rounds"][i + 1]["drafted"] if i + 1 < len(run["rounds"]) else []
+        shown = re.search(r'class="branch (?:hit|miss)".*?class="then">(.*?)</span></div>', html,
+                          re.DOTALL)
+        if sent:
+            kind = "cache" if told["hit"] else "backup"
+            expected = ask(context, f"{json.dumps(sent)}.map(spelt)")
+            assert re.findall(f'<i class="{kind}">(.*?)</i>', shown[1]) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("AR")])
+def test_no_outcome_is_seen_before_it_is_there(name):
+    mode, temperature = name.split()
+    context = browser(f"#T={temperature}&mode={mode}")
+    for i in range(1, len(RUNS[name]["rounds"])):
+        context.eval(f"var run = runOf({temperature}, '{mode}'), v = run.verify[{i}]")
+        seen = []
+        for part in (0.01, 0.3, 0.6, 0.98):
+            context.eval(f"seek(v.start + {part} * (v.end - v.start))")
+            html = ask(context, "made.round.html")
+            assert not re.search("branch hit|branch miss|node way|✓|✗|A hit|A miss", html)
+            seen.append(len(text_of(html)))
+        assert mode == "SD" or seen[0] < seen[1] < seen[2] <= seen[3]  # the cache fills
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_text_at_the_end_is_the_programs(name):
+    run = RUNS[name]
+    mode, temperature = name.split()
+    context = browser(f"#T={temperature}&mode={mode}")
+    context.eval("seek(1e9)")
+    text = text_of(ask(context, f"made['text-{mode}'].html"))
+    assert text == "".join(piece for told in run["rounds"] for piece in told["text"])
+    context.eval("seek(0)")
+    assert text_of(ask(context, f"made['text-{mode}'].html")) == run["rounds"][0]["text"][0]
+
+
+def test_it_plays_and_obeys_keys_and_clicks():
+    context = browser("#T=0&mode=SSD&t=0")
+    context.eval("$('speed').value = '0.2'; play()")
+    for now in (1000, 1100, 1600):
+        context.eval(f"frames.shift()({now})")
+    assert ask(context, "state") == {"T": 0, "mode": "SSD", "t": 120, "playing": True}
+    context.eval("seek(0); made.speed.value = 'round'; play()")
+    for now in (0, 1e6):
+        context.eval(f"frames.pop()({now})")
+    assert ask(context, "[state.playing, location.hash]") == [False, "#T=0&mode=SSD&round=1"]
+    keys = ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowUp", "ArrowUp", "ArrowUp", "x")
+    hashes = []
+    for key in keys:
+        context.eval(f"handlers.keydown({{key: '{key}', target: {{tagName: 'BODY'}}, "
+                     "preventDefault() {}})")
+        hashes.append(ask(context, "location.hash").removeprefix("#T=0&mode="))
+    assert hashes[:3] == ["SSD&round=2", "SSD&round=3", "SSD&round=2"]
+    assert [hash[:2] for hash in hashes[3:]] == ["SD", "AR", "AR", "AR"]
+    context.eval("""handlers.click({target: {closest: part => part === "[data-at]"
+                 ? {dataset: {at: "SSD,4"}} : null}})""")
+    assert ask(context, "location.hash") == "#T=0&mode=SSD&round=4"
+
+
+def test_a_wrong_fragment_does_no_harm():
+    for hash in ("#round=-3&mode=XX&T=7", "#mode=SSD&round=99", "#t=x&round=y", "#&&=", "#t=1e99"):
+        assert "round" in ask(browser(hash), "made.round.html")
+
+
+# ---- theory ----
+
+def python_says(c, a, r, K, budget, b, backup):
+    shape = cache.geometric_fan_out(budget, K, a, r)
+    hits = cache.power_law_hit_rate(shape, a, r)
+    E = cache.expected_tokens(a, K)
+    E_miss = E if backup == "neural" else cache.expected_tokens(0.1, K)
+    T_b = K * c if backup == "neural" else 0.0
+    T_p = (K + 1) * c
+    return {"shape": shape, "hits": hits, "E": E, "T_p": T_p, "T_b": T_b, "T_sd": K * c,
+            "ssd": cache.throughput(hits, E, E_miss, T_p, T_b, b),
+            "here": cache.throughput(hits, E, E_miss, T_p, max(0.0, T_p - 1) + T_b, b),
+            "sd": cache.throughput(0, 0, E, 1, K * c),
+            "b_star": cache.choose_backup(b, shape, a, 0.1, r, c)[1]}
+
+
+def test_theory_is_that_of_the_program():
+    draw = random.Random(0)
+    settings = [dict(c=draw.uniform(0.01, 1), a=draw.uniform(0.05, 0.99), r=draw.uniform(0.1, 3),
+                     K=draw.randint(1, 16), budget=draw.randint(0, 96), b=draw.randint(1, 64),
+                     backup=draw.choice(["neural", "random"])) for _ in range(200)]
+    settings += [dict(c=0.1, a=0.5, r=1.0, K=K, budget=budget, b=1, backup="neural")  # ties
+                 for K in (1, 2, 3, 7) for budget in range(12)]
+    context = browser()
+    for given in settings:
+        found = ask(context, f"predict({json.dumps(given)})")
+        expected = python_says(**given)
+        for name, value in expected.items():
+            if found[name] is None:  # JSON has no infinity
+                found[name] = math.inf
+            assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, given)
+
+
+def test_presets_have_the_hits_and_tokens_that_were_measured():
+    presets = ask(browser(), "PRESETS")
+    logs = {log["source"].split(";")[0] for log in TRACE["logs"].values()}
+    assert {preset["source"] for preset in presets} == logs | {"figures/results.json"}
+    for preset in presets:
+        shape = cache.geometric_fan_out(preset["budget"], preset["K"], preset["a"], preset["r"])
+        hits = cache.power_law_hit_rate(shape, preset["a"], preset["r"])
+        assert hits == pytest.approx(preset["hits"], abs=0.01), preset
+        tokens = cache.expected_tokens(preset["a"], preset["K"])
+        assert tokens == pytest.approx(preset["tokens"], rel=1e-6), preset
+
+
+def test_every_slider_has_an_answer_at_both_ends():
+    context = browser()
+    for preset in range(len(ask(context, "PRESETS"))):
+        for key in ask(context, "Object.keys(KNOBS)"):
+            for end in (1, 2):
+                for backup in ("neural", "random"):
+                    context.eval(f"choose(PRESETS[{preset}]); choose(null, {{backup: '{backup}', "
+                                 f"{key}: KNOBS['{key}'][{end}]}})")  # the stub refuses NaN
+                    said = text_of(ask(context, "made.verdict.html"))
+                    assert re.match("(Yes|No|Hardly): SSD would be", said)
+    context.eval("choose(PRESETS[0]); choose(null, {K: 12})")
+    assert "T_p + T_b" in ask(context, "made.verdict.html")
+    context.eval("choose(PRESETS[0])")
+    assert "T_p + T_b" not in ask(context, "made.verdict.html")
+
+
+# ---- the trace ----
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("AR")])
+def test_the_trace_keeps_the_rules(name):
+    rounds = RUNS[name]["rounds"]
+    verify = [span for span in RUNS[name]["spans"] if span[0] == "verify"]
+    assert len(verify) == len(rounds) - 1 == len([told for told in rounds if told["drafted"]])
+    for i, told in enumerate(rounds):
+        k, bonus = told["outcome"]
+        if name.endswith(" 1"):
+            below = [u < p / q for u, p, q in zip(told["uniforms"], told["p"], told["sent"])]
+            assert below[:k] == [True] * k and (k == len(below) or not below[k])
+        guessed = {(guess[0], guess[1]): guess[3] for guess in told["prepared"]}
+        assert told["hit"] == ((k, bonus) in guessed)
+        assert [*told["drafted"][:k], bonus][:len(told["new"])] == told["new"]
+        if i + 1 < len(rounds):
+            assert (rounds[i + 1]["source"] == cache.PRIMARY) == told["hit"]
+            if told["hit"]:
+                assert rounds[i + 1]["drafted"] == guessed[k, bonus]
+
+
+# ---- the page ----
+
+def test_it_is_one_file_of_short_lines():
+    template = (ROOT / "course/page.html").read_text("utf-8")
+    assert not re.search(r"""\b(src|href)\s*=|https?:|@import|url\(|Math\.random""", template)
+    assert max(map(len, template.splitlines())) <= 100
+    assert PAGE.replace(SCRIPTS["trace"], "/*TRACE*/null") == template, f"older: {REFRESH}"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """As much of `Bench` as looks inside."""
+    settings = PageSettings(device="cpu", prompt=(TRACE["prompt"],))
+    settings.mode = "sd"  # one process
+    job = Job(settings)
+    return SimpleNamespace(settings=settings, job=job, prompts=job.prompts, sd_models=job.load())
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("AR")])
+def test_it_is_not_older_than_the_program(bench, monkeypatch, name):
+    """The default prompt, the comparison, the logs, the text and what was guessed."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    results = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
+    assert TRACE["prompt"] == (ROOT / "tiny/prompt.txt").read_text("utf-8"), f"older: {REFRESH}"
+    assert RUNS[name]["launch"] in results, f"older than figures/results.json: {REFRESH}"
+    assert TRACE["logs"] == json.loads((ROOT / "figures/logs.json").read_text("utf-8")), REFRESH
+    now = copy.deepcopy(RUNS[name])
+    try:
+        page.look_inside(bench, now)
+    except UserError:
+        pytest.fail(f"docs/index.html has another text than the program: {REFRESH}")
+    for told, then in zip(now["rounds"], RUNS[name]["rounds"]):
+        for part in ("drafted", "hit"):
+            assert told[part] == then[part], REFRESH
+        assert told["p"] == pytest.approx(then["p"], abs=1e-3), REFRESH
+
+
+def test_two_texts_make_no_page(bench):
+    run = copy.deepcopy(RUNS["SD 0"])
+    run["rounds"][1]["new"][0] += 1
+    with pytest.raises(UserError, match="two texts, so no page"):
+        page.look_inside(bench, run)
+
+
+@pytest.mark.parametrize("kept", (0.97, 0.99))
+def test_a_late_machine_makes_no_page(monkeypatch, kept):
+    monkeypatch.setattr(page, "warm_up", lambda *_: None)
+    stats = SimpleNamespace(spans=[], summary=lambda: {"pace_kept": kept})
+
+    class Decoder(SimpleNamespace):
+        def __call__(self, texts, on_tokens):
+            on_tokens(0, [7], 1)
+
+    decoder = Decoder(stats=stats, settings=SimpleNamespace(mode="sd"), models=None, placement=None)
+    bench = SimpleNamespace(prompts=[[1]], leads=True, decoder=lambda *_: decoder)
+    if kept < 0.98:
+        with pytest.raises(UserError, match="97% of the passes kept --pace"):
+            page.timed(bench, {"with": {}})
+    else:
+        assert page.timed(bench, {"with": {}})["rounds"][0]["new"] == [7]
+
+
+@pytest.mark.slow
+def test_one_command_writes_it(tmp_path):
+    command = [sys.executable, "-m", "course.page", "--pace", "0", "0", "--max-new-tokens", "6",
+               "--prompt", "x = '<\u00fc>'", "--out", str(tmp_path / "page.html")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    written = (tmp_path / "page.html").read_text("utf-8")
+    trace = json.loads(re.search(r'application/json">(.*?)</script>', written)[1])
+    assert trace["prompt"] == "x = '<\u00fc>'" and len(trace["runs"]) == 6
+    assert all(sum(len(told["new"]) for told in run["rounds"]) == 6 for run in trace["runs"])
