@@ -198,8 +198,7 @@ class Channel:
     def receive_speculation(self, rows: int) -> Speculation:
         message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
         dist.broadcast(message, self.draft_rank, self.group)
-        shape = (rows, self.lookahead, self.q_width)
-        q = torch.empty(shape, dtype=self.q_dtype, device=self.device)
+        q = torch.empty(rows, self.lookahead, self.q_width, dtype=self.q_dtype, device=self.device)
         if q.numel():
             dist.broadcast(q, self.draft_rank, self.group)
         return Speculation(message[:, 1:], q, message[:, 0])
