@@ -87,6 +87,19 @@ class FakeCUDATensor(Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
+    if not torch.backends.cuda.is_built():  # PyTorch's own ask for a device guard
+        def __getitem__(self, index):
+            return FakeCUDATensor(self.numbers[on_host(index)], self.device)
+
+        def __setitem__(self, index, value):
+            self.numbers[on_host(index)] = on_host(value)
+
+        def copy_(self, source, non_blocking=False):
+            return torch.ops.aten.copy_(self, source, non_blocking)
+
+        def __float__(self) -> float:
+            return float(self.cpu())
+
     def __torch_dispatch__(self, *_, **__):
         raise RuntimeError("a tensor on a GPU, and no FakeCUDA")
 
@@ -161,7 +174,7 @@ def fake_gpus() -> None:
     if torch.cuda.CUDAGraph is FakeGraph:
         return
     new_gloo_group = dist.new_group
-    dist.new_group = lambda ranks, timeout, backend: new_gloo_group(ranks)
+    dist.new_group = lambda ranks=None, timeout=None, backend=None: new_gloo_group(ranks)
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes new ones
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a mode holds for one thread
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
