@@ -95,7 +95,7 @@ class Narrator(Sequences):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 
     def decode(self) -> None:
-        """All rounds."""
+        """Decode all rounds."""
         self.turns.start(self.prompts, self.max_length)
         decode(self.target, self.turns.take_turn, self, self.draft.lookahead)
 
