@@ -1,6 +1,6 @@
 """Tests of the commands: settings, screen and files, processes, models that are refused, and the
-benchmark. test_gpu.py has placement, CUDA graphs, tensor parallelism and GPUs, test_equivalence.py
-the algorithm.
+benchmark. engine/test_engine.py has placement, CUDA graphs, tensor parallelism and GPUs,
+test_equivalence.py the algorithm.
 
 Starting a process costs seconds, most of them for importing PyTorch. So commands are obeyed in this
 process (`obey`), or in ranks forked from a process that has done the imports (`in_ranks`); very few

@@ -19,7 +19,7 @@ import pytest
 from cli.job import Job
 from cli.settings import parse
 from course import explain, grading, mark
-from course.handout import EXERCISES, ROOT, missing, replaced, write
+from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
 from course.options import ExplainSettings
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
@@ -444,6 +444,14 @@ def test_names_are_printed_whatever_the_encoding_of_the_output_is(module, names,
         capture_output=True)
     assert run.returncode == 0 and rb"\u0141ukasz" in run.stdout, run.stderr
     assert (rb"\udcff" in run.stdout) == (module == "mark")
+
+
+def test_contracts_name_what_the_draft_has():
+    """In the docstrings that students get in exercise 8."""
+    draft = grading.worker(*grading.SHAPES)
+    said = "".join(change["text"] for change in CONTENTS["docstring"])
+    names = set(re.findall(r"self\.(\w+)", said))
+    assert len(names) > 2 and all(hasattr(draft, name) for name in names), names
 
 
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
