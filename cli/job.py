@@ -25,7 +25,7 @@ class Models(NamedTuple):
     max_length: int = 0  # of the longest text to come, if known: buffers are made for it at once
 
     def set_pace(self, milliseconds: tuple[float, float]) -> None:
-        """The least time of a pass of the target, and of the draft."""
+        """Let a pass of the target, and of the draft, take at least so long; 0: as it comes."""
         for model, least in zip((self.target, self.draft), milliseconds):
             if model:
                 model.clock.pace = least / 1000

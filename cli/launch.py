@@ -27,8 +27,8 @@ GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out
 
 
 def launch(kind: type[DecodingSettings], module: str) -> None:
-    """Run `module.main(settings)` as this program; never returns. Importing torch takes seconds, so
-    the settings are parsed, and the second rank is started, before."""
+    """Run `module.main(settings)` as this program; never returns. First the settings are parsed and
+    the second rank is started, then the module is imported: torch takes seconds."""
     prepare_process()
     settings = start(kind)
     run(settings, importlib.import_module(module).main)

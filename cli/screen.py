@@ -87,8 +87,9 @@ class Display:
                 self.write(text, style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
-        """The group of each token: whether its round began with a hit, and its place in the round.
-        Both are settled before it is drawn, so in each group the target's distribution holds."""
+        """For the audit, the group of each new token: did its round begin with a hit, and its place
+        in the round. Both are settled before the token is drawn, so within each group, too, tokens
+        are distributed as the target's."""
         if not self.groups[row]:
             return ["round 0"]
         began = "hit" if source == PRIMARY else "miss"

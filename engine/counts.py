@@ -17,9 +17,10 @@ class GuessCounts:
 
     def next_round(self, guesses: torch.Tensor, source: torch.Tensor, text: torch.Tensor,
                    length: torch.Tensor) -> None:
-        """Count what became of the last round's guesses, and keep this round's: `[B, K+1, n]`, by
-        k, the likeliest first; round 0's (K = 0) are not counted. The verified `text` `[B, W]`, of
-        `length` `[B]`, ends with the last outcome."""
+        """Count what became of the last round's guesses, and keep this round's: `guesses`
+        `[B, K+1, n]`, for every k the likeliest bonus token first, after what `source` `[B]`
+        drafted. The last outcome is read off the end of the verified `text` `[B, W]`, of `length`
+        `[B]`: so nothing is counted while the target waits. Round 0 (K = 0) does not count."""
         last = self.last
         self.last = (guesses, source, length) if guesses.shape[1] > 1 else None
         if last and self.last:

@@ -28,8 +28,8 @@ class CapturedGraph:
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
                  stream: torch.cuda.Stream):
-        """`pool`: memory that graphs of one `stream` share, as none is replayed before the last
-        one's output was copied."""
+        """`pool`: memory that all graphs share. They run on one `stream`, one after the other, and
+        the output of each is copied before the next."""
         self.forward = forward
         self.pool = pool
         self.stream = stream

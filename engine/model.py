@@ -90,8 +90,8 @@ class CausalLM:
         self.clock = PacedClock(self.device)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
-        """Start a batch of texts of up to `max_length` tokens, with so many slots a row and
-        `scratch` more. Buffers, and their graphs, serve again if they suffice."""
+        """Make room for a batch: `max_length` slots a row for its text, and `scratch` more.
+        Buffers, and the CUDA graphs on them, are kept if they are large enough."""
         slots = max_length + scratch
         slots += -slots % 8  # attention would pad another mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:

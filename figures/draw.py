@@ -112,8 +112,8 @@ def fan_out(bench, found: list[dict], axes) -> None:
 
 
 def one_position(bench, found: list[dict], axes) -> None:
-    """Fig. 5, right: p, q and residual before and after C, where in the first prompt C moves most
-    of it."""
+    """Fig. 5, right: p, q and residual before and after C, at the position of the first prompt
+    where C moves most of the residual into the cache."""
     F = 4
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
@@ -144,8 +144,8 @@ def one_position(bench, found: list[dict], axes) -> None:
 
 
 def batch(bench, found: list[dict], axes) -> None:
-    """Fig. 6: b* of Theorem 17. It has one p_hit; that random tokens raise it counts here as more
-    tokens after a backup."""
+    """Fig. 6: b* of Theorem 17. The theorem has one p_hit, and random tokens raise it: that counts
+    here as more tokens after a backup."""
     neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
     p, E, E_neural, T_p, T_b = [neural[0][name] or 0.0 for name in (
         "hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
