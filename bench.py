@@ -7,12 +7,10 @@ emulates latencies; it measures no GPU. Speed is that of decoding, without prefi
 In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
 without a pace, times are the pace's, and Theorem 7 (in a batch Corollary 16) gives the speed.
 """
-from cli.launch import launch
-from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
-from engine.errors import UserError
-
-if __name__ == "__main__":
-    launch(BenchSettings, "bench")  # parses first, then imports this module: torch takes seconds
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from cli.launch import launch
+    from cli.settings import BenchSettings
+    launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
 import json
 import platform
@@ -28,8 +26,10 @@ from tqdm import tqdm
 
 from cache import PRIMARY, fan_out_shape, speedup_over_sd_bounds, throughput
 from cli.job import Job
+from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
 from engine.counts import counted_hit_rate, fit_shape
+from engine.errors import UserError
 from figures import draw
 from saguaro import Decoder, warm_up, workers
 

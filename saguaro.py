@@ -20,12 +20,10 @@ speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
 """
-from cli.launch import launch
-from cli.settings import Settings
-from engine.errors import UserError
-
-if __name__ == "__main__":
-    launch(Settings, "saguaro")  # parses first, then imports this module: torch takes seconds
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from cli.launch import launch
+    from cli.settings import Settings
+    launch(Settings, "saguaro")  # parses, starts the draft's rank, and calls `main`
 
 import time
 from dataclasses import replace
@@ -38,8 +36,10 @@ from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_ou
 from cli.job import Job, Models, check_prompts
 from cli.placement import Placement
 from cli.screen import Display
+from cli.settings import Settings
 from cli.stats import Stats
 from draft_worker import BACKUPS, DraftWorker, Plan
+from engine.errors import UserError
 from engine.model import to_device
 from sampling import Sampler
 from target_worker import TargetWorker

@@ -7,11 +7,10 @@ What two ranks do at the same time (Algorithm 1) happens here one after the othe
 Fig. 2 with real tokens. Shown are the speculation under verification, every guessed outcome
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
-from cli.launch import launch
-from course.options import ExplainSettings
-
-if __name__ == "__main__":
-    launch(ExplainSettings, "course.explain")  # parses first: torch takes seconds
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from cli.launch import launch
+    from course.options import ExplainSettings
+    launch(ExplainSettings, "course.explain")  # parses, and calls `main`
 
 import re
 import sys
@@ -23,6 +22,7 @@ from cache import BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, acceptance
 from cli.job import Job, Models
 from cli.screen import Display, can_show_colours, visible
 from cli.stats import Stats
+from course.options import ExplainSettings
 from engine.model import CausalLM
 from engine.noise import VERIFIER_STREAM, UniformStream
 from saguaro import Sequences, TakingTurns, decode, workers

@@ -5,13 +5,10 @@
 All ranks decode the text at --pace, for its times; then one process does, for what slow motion sees
 of a round. K, budget and temperature are those of the comparison in figures/results.json.
 """
-from cli.launch import launch
-from cli.settings import ROOT, open_for_writing
-from course.options import PageSettings
-from engine.errors import UserError
-
-if __name__ == "__main__":
-    launch(PageSettings, "course.page")  # parses first: torch takes seconds
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from cli.launch import launch
+    from course.options import PageSettings
+    launch(PageSettings, "course.page")  # parses, starts rank 1, and calls `main`
 
 import copy
 import json
@@ -21,7 +18,10 @@ from dataclasses import replace
 from tokenizers.decoders import DecodeStream
 
 from bench import Bench, Point
+from cli.settings import ROOT, open_for_writing
 from course.explain import Narrator, Round
+from course.options import PageSettings
+from engine.errors import UserError
 from saguaro import warm_up
 
 
