@@ -24,14 +24,14 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import PRIMARY, fan_out_shape, speedup_over_sd_bounds, throughput
+from cache import PRIMARY, speedup_over_sd_bounds, throughput
 from cli.job import Job
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
 from engine.counts import counted_hit_rate, fit_shape
 from engine.errors import UserError
 from figures import draw
-from saguaro import Decoder, warm_up, workers
+from saguaro import Decoder, plan, warm_up, workers
 
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no paced point has more
@@ -92,7 +92,7 @@ class Bench:
         self.done = []
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
-        """The first prompts, `samples` times, each time 8 tokens shorter, so that texts differ."""
+        """The first prompts, `samples` times: each time 8 tokens shorter, so that texts differ."""
         return [prompt[:max(1, len(prompt) - 8 * sample)]
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts]]
@@ -116,7 +116,8 @@ class Bench:
             **point.changes)
 
     def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
-        """The decoder of a point; points that the same texts tell of share it."""
+        """The decoder whose run tells of this point. Points with the same settings and texts, such
+        as those that are counted with the `LARGEST` budget, share it."""
         settings = self.settings_of(point)
         if point.counted:
             settings = to_count(settings)
@@ -152,16 +153,16 @@ class Bench:
 
 # ---- from what was decoded to a point ----
 
-def counts_tell(settings: Settings) -> bool:
-    """True if one run with the largest budget tells these settings' tokens and, by its counts of
-    guesses, their hits, because what is drafted does not depend on the cache."""
+def largest_tells(settings: Settings) -> bool:
+    """True if what is drafted does not depend on the cache. Then one run with the `LARGEST` budget
+    tells the tokens of a round and, by its counts of guesses, the hits of every smaller cache."""
     return settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
 
 
 def to_count(settings: Settings) -> Settings:
     """The settings to decode with in order to count the hits and tokens of `settings`."""
     settings = replace(settings, pace=(0.0, 0.0), batch_size=8)
-    if counts_tell(settings):
+    if largest_tells(settings):
         settings = replace(settings, mode="ssd", budget=LARGEST, fan_out="geometric",
                            acceptance_rate=0.8, miss_exponent=1.0)
     return settings
@@ -201,12 +202,10 @@ def predicted(settings: Settings, f: Metrics, num_texts: int) -> Metrics:
     Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
     parts = {name: f.get(name) for name in ("tokens_per_round", "acceptance_rate", "hit_rate",
                                             "E_hit", "E_miss", "guess_counts")}
-    if counts_tell(settings):
+    if largest_tells(settings):
         table = f["guess_counts"].sum(0)
         table[0, 0] += num_texts
-        shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                              settings.acceptance_rate, settings.miss_exponent)
-        parts["hit_rate"] = counted_hit_rate(table, shape) if settings.mode == "ssd" else 0.0
+        parts["hit_rate"] = counted_hit_rate(table, plan(settings).fan_out[PRIMARY])
         parts["E_hit"] = f["tokens_per_round"]
         parts["E_miss"] = f["tokens_per_round"]
     target, draft = settings.pace

@@ -56,7 +56,8 @@ class DraftWorker:
         self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
         self.clock = model.clock
-        self.guess_counts = GuessCounts(plan.lookahead, min(plan.budget, model.vocab_size))
+        self.num_guesses = min(plan.budget, model.vocab_size)  # of each k, the most that F_k may be
+        self.guess_counts = GuessCounts(plan.lookahead, self.num_guesses)
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
         self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # what q is like
@@ -83,23 +84,22 @@ class DraftWorker:
         device = self.model.device
         rows, num_drafted = speculation.tokens.shape
         if plan.budget == 0:  # an empty cache
-            return SpeculationCache.empty(rows, plan.lookahead, self.q_template)
+            return SpeculationCache.empty(rows, self.lookahead, self.q_template)
         with self.clock("trunk"):
             candidates = self.trunk_pass(speculation)
             fan_out = torch.tensor(plan.fan_out)[speculation.source]
             if num_drafted == 0:  # round 0: K = 0, so all guesses are for k = 0
                 fan_out = torch.full((rows, 1), plan.budget)
             guesses = likely_outcomes(candidates, fan_out)
-            trunk = int(self.length.max()) + num_drafted
-            tree = tree_layout(self.length, guesses.num_accepted, trunk, plan.lookahead)
-            tree = Tree(*(to_device(part, device) for part in tree))
-            uniforms = self.uniforms[PRIMARY].draw(plan.lookahead, *guesses.bonus.shape)
-            uniforms = to_device(uniforms, device)
-            tokens = to_device(guesses.bonus, device)
         branch_tokens = []
         branch_q = []
         with self.clock("tree"):
-            for step in range(plan.lookahead):
+            trunk = int(self.length.max()) + num_drafted
+            tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead).to(device)
+            uniforms = self.uniforms[PRIMARY].draw(self.lookahead, *guesses.bonus.shape)
+            uniforms = to_device(uniforms, device)
+            tokens = to_device(guesses.bonus, device)
+            for step in range(self.lookahead):
                 logits = tree_pass(self.model, tree, tokens, step)
                 # If this branch is served, its token `step` is verified at k = step while the next
                 # cache is filled, so F is that cache's.
@@ -119,7 +119,8 @@ class DraftWorker:
         # After k < K accepted tokens s_{k+1} was rejected, so p < q there: it is not the bonus
         # token. scores[:, K] has no drafted token after it, so it stays.
         scores = scores.scatter(-1, drafted[..., None], -torch.inf)
-        guesses = scores.topk(self.guess_counts.num_guesses).indices.cpu()
+        guesses = scores.topk(self.num_guesses).indices.cpu()
+        # for the statistics: nothing that is drafted depends on these counts
         self.guess_counts.next_round(guesses, speculation.source, self.text, self.length)
         return guesses
 
@@ -149,19 +150,9 @@ class DraftWorker:
         self.length = end + 1
 
     def report(self) -> dict[str, Any]:
-        """What the summary tells of the draft: its times since the last call (`PacedClock.read`),
-        the choices made, and all counts so far."""
-        critical_batch_size = self.plan.critical_batch_size
-        after_primary, after_backup = self.guess_counts.table.tolist()
-        return self.clock.read() | {"draft": {
-            "fan_out": self.plan.fan_out[PRIMARY],
-            "fan_out_after_backup": self.plan.fan_out[BACKUP],
-            "downweight": self.sampler.downweight,
-            "backup": self.plan.backup,
-            "critical_batch_size":
-                None if critical_batch_size == torch.inf else critical_batch_size,
-            "guess_counts": after_primary,
-            "guess_counts_after_backup": after_backup}}
+        """What only this rank knows: its times since the last call (`PacedClock.read`), and all
+        counts of guesses so far."""
+        return self.clock.read() | {"guess_counts": self.guess_counts.table.tolist()}
 
 
 # ---- tree attention: the draft's passes over all branches ----
@@ -171,6 +162,9 @@ class Tree(NamedTuple):
     positions: torch.Tensor  # [B, n] of each branch's first token, the guessed bonus token
     slots: torch.Tensor      # [K, n] of the tokens that step i adds
     visible: torch.Tensor    # [B, n, trunk + K n] the slots that a branch sees in the end
+
+    def to(self, device: torch.device) -> "Tree":
+        return Tree(*(to_device(part, device) for part in self))
 
 
 def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,

@@ -12,13 +12,15 @@ The paper's draft begins with a speculation from the prompt; ours, a departure, 
 
 Algorithm 1                                        here
 -----------                                        ----
-verifier:    receive the speculation s^T           Decoder.next_speculation, called by decode
+verifier:    receive the speculation s^T           Channel.receive_speculation
              verify it                             TargetWorker.verify, sampling.verify
              send the outcome v^T = (k, t*)        Channel.send_outcome
 speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache.likely_outcomes
              prepare a speculation for each: S^T   DraftWorker.pre_speculate, SpeculationCache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
+
+In sd, in ar, and in a notebook there is no such rank: `TakingTurns` stands in for the channel.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
@@ -27,7 +29,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import time
 from dataclasses import replace
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -37,30 +39,34 @@ from cli.job import Job, Models, check_prompts
 from cli.placement import Placement
 from cli.screen import Display
 from cli.settings import Settings
-from cli.stats import Stats
+from cli.stats import Stats, choices
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError
 from engine.model import to_device
 from sampling import Sampler
 from target_worker import TargetWorker
 
+OnTokens = Callable[[int, list[int], int], None]  # (row, new tokens, source), after every round
 
-def decode(target: TargetWorker, next_speculation: Callable[[Speculation, Outcome], Speculation],
-           sequences: "Sequences", lookahead: int, channel: "Channel | None" = None) -> None:
+
+# ---- the columns of Algorithm 1 ----
+
+def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences: "Sequences",
+           lookahead: int) -> Iterator[tuple[Speculation, Outcome]]:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference (`Decoder.next_speculation`). `channel`: to
-    other ranks, if there are any."""
-    speculation = Speculation.empty(len(sequences.prompts))
+    loop; who drafts, and when, is the only difference: `speculator` leads to the rank that does, or
+    drafts in this process. Yields every round, when its tokens have joined the `sequences`."""
+    rows = len(sequences.prompts)
+    speculation = Speculation.empty(rows)
     outcome = target.prefill(sequences.prompts, sequences.max_length, lookahead)
     while True:
         outcome = sequences.extend(speculation, outcome)
-        if channel:
-            channel.send_outcome(outcome)
-        sequences.show(speculation)  # while the draft's rank answers
+        speculator.send_outcome(outcome)
+        yield speculation, outcome  # to be shown while the speculator answers
         if outcome.finished.all():
             return
         target.advance(outcome)
-        speculation = next_speculation(speculation, outcome)
+        speculation = speculator.receive_speculation(rows)
         speculation, outcome = target.verify(speculation)
 
 
@@ -91,77 +97,7 @@ def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
         target.verify(channel.receive_speculation(len(prompts)))
 
 
-class TakingTurns:
-    """Target and draft in one process, in turns: SSD with the same text and the same hits, but
-    nothing overlaps. With a budget of 0 it is plain speculative decoding."""
-
-    def __init__(self, draft: DraftWorker):
-        self.draft = draft
-
-    def start(self, prompts: list[list[int]], max_length: int) -> None:
-        self.draft.start(prompts, max_length)
-        self.cache = self.draft.pre_speculate(Speculation.empty(len(prompts)))
-
-    def take_turn(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        """One round of `serve`: the draft's answer, and the next pre-speculation."""
-        speculation = self.draft.speculate(speculation, outcome, self.cache)
-        self.cache = self.draft.pre_speculate(speculation)
-        return speculation
-
-
-class Sequences:
-    """The new tokens of a batch, as they are verified."""
-
-    def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
-                 stats: Stats, on_tokens: Callable[[int, list[int], int], None],
-                 max_length: int = 0):
-        """A text ends with an `eos` token, after `max_new_tokens`, or at the `context`. `show`
-        calls `on_tokens(row, new_tokens, source)`. `max_length`: the longest text of any batch, if
-        it is known, so that buffers are made once."""
-        self.prompts = prompts
-        self.eos = eos
-        self.stats = stats
-        self.on_tokens = on_tokens
-        self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-        longest = min(max(map(len, prompts)) + max_new_tokens, context)
-        self.max_length = max(longest, max_length)
-        self.new_tokens = [[] for _ in prompts]
-        self.active = [True] * len(prompts)
-        self.last_round = time.perf_counter()
-
-    def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
-        """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
-        self.is_prefill = not any(self.new_tokens)
-        drafted = speculation.tokens.tolist()
-        self.latest = []
-        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
-            if self.active[row]:
-                self.latest.append((row, k, self.extend_row(row, drafted[row][:k] + [bonus])))
-        finished = ~torch.tensor(self.active)
-        return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
-
-    def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
-        """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
-        text = self.new_tokens[row]
-        for count, token in enumerate(new_tokens, start=1):
-            if token in self.eos or len(text) + count >= self.max_new[row]:
-                new_tokens = new_tokens[:count]
-                self.active[row] = False
-                break
-        text += new_tokens
-        return new_tokens
-
-    def show(self, speculation: Speculation) -> None:
-        """Count the last round, and give its tokens to `on_tokens`."""
-        now = time.perf_counter()
-        source = speculation.source.tolist()
-        lookahead = speculation.tokens.shape[1]
-        counts = [(k, len(new), source[row] == PRIMARY) for row, k, new in self.latest]
-        self.stats.count_round(self.is_prefill, now - self.last_round, lookahead, counts)
-        self.last_round = now
-        for row, _, new_tokens in self.latest:
-            self.on_tokens(row, new_tokens, source[row])
-
+# ---- between the columns ----
 
 class Channel:
     """The messages between ranks, all broadcast: any number of ranks may hold the target. Outcomes
@@ -204,6 +140,77 @@ class Channel:
         return Speculation(message[:, 1:], q, message[:, 0])
 
 
+class TakingTurns:
+    """Stands in for a `Channel` to the draft's rank where this process drafts itself, in turns with
+    the target: the same text and the same hits, but nothing overlaps. With a budget of 0 it is
+    plain speculative decoding; without a draft, autoregressive decoding."""
+
+    def __init__(self, draft: DraftWorker | None, prompts: list[list[int]], max_length: int,
+                 followers: Channel | None = None):
+        """`followers`: to other ranks of the target, which hear all that rank 0 decides."""
+        self.draft = draft
+        self.followers = followers
+        self.speculation = Speculation.empty(len(prompts))
+        if draft:
+            draft.start(prompts, max_length)
+            self.cache = draft.pre_speculate(self.speculation)
+
+    def send_outcome(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if self.followers:
+            self.followers.send_outcome(outcome)
+
+    def receive_speculation(self, rows: int) -> Speculation:
+        """One round of `serve`: the draft's answer, and the next pre-speculation."""
+        if self.draft:
+            self.speculation = self.draft.speculate(self.speculation, self.outcome, self.cache)
+            self.cache = self.draft.pre_speculate(self.speculation)
+        if self.followers:
+            self.followers.send_speculation(self.speculation)
+        return self.speculation
+
+
+class Sequences:
+    """The new tokens of a batch, as they are verified."""
+
+    def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
+                 max_length: int = 0):
+        """A text ends with an `eos` token, after `max_new_tokens`, or at the `context`.
+        `max_length`: the longest text of any batch, if it is known, so that buffers are made
+        once."""
+        self.prompts = prompts
+        self.eos = eos
+        self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+        longest = min(max(map(len, prompts)) + max_new_tokens, context)
+        self.max_length = max(longest, max_length)
+        self.new_tokens = [[] for _ in prompts]
+        self.active = [True] * len(prompts)
+        self.last_round = []  # (row, tokens accepted, tokens kept) of each active row
+
+    def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
+        """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
+        drafted = speculation.tokens.tolist()
+        self.last_round = []
+        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
+            if self.active[row]:
+                self.last_round.append((row, k, self.extend_row(row, drafted[row][:k] + [bonus])))
+        finished = ~torch.tensor(self.active)
+        return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
+
+    def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
+        """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
+        text = self.new_tokens[row]
+        for count, token in enumerate(new_tokens, start=1):
+            if token in self.eos or len(text) + count >= self.max_new[row]:
+                new_tokens = new_tokens[:count]
+                self.active[row] = False
+                break
+        text += new_tokens
+        return new_tokens
+
+
+# ---- putting it together ----
+
 class Decoder:
     """One way of decoding, with the models that this rank holds. All ranks make the same one, and
     call it for the same batches. Decoders of the same models share their KV, so use one at a time;
@@ -212,40 +219,35 @@ class Decoder:
     def __init__(self, settings: Settings, models: Models, placement: Placement | None = None):
         """`placement` None: this process is alone."""
         self.settings = settings
-        self.placement = placement
         self.models = models
-        self.stats = Stats()
-        self.target, self.draft = workers(settings, models)
+        self.placement = placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
-        ends = models.target and not settings.ignore_eos
-        self.eos = models.target.eos_tokens if ends else []
+        self.target, self.draft = workers(settings, models)
         self.channel = None
         if placement and placement.world_size > 1:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
-        if settings.mode != "ar" and not (models.draft or self.channel):
+        if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
-        self.turns = None
-        if self.draft and not (self.channel and settings.mode == "ssd"):
-            self.turns = TakingTurns(self.draft)
-            self.stats.overlaps = settings.mode == "sd"  # in ssd one process does the work of two
+        ends = models.target and not settings.ignore_eos
+        self.eos = models.target.eos_tokens if ends else []
+        chosen = choices(plan(settings), settings.downweight) if self.lookahead else {}
+        self.stats = Stats(self.lookahead, chosen,
+                           in_turns=settings.mode == "ssd" and not self.channel)
 
     def __call__(self, prompts: list[list[int]],
-                 on_tokens: Callable[[int, list[int], int], None] = lambda *_: None
-                 ) -> list[list[int]]:
-        """The new token ids of every prompt of a batch, on rank 0; for `on_tokens` see `Sequences`.
-        Raises `UserError` for prompts that cannot be continued."""
+                 on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
+        """The new token ids of every prompt of a batch, on rank 0, which calls `on_tokens`. Raises
+        `UserError` for prompts that cannot be continued."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = check_prompts(prompts, context, self.models.vocab_size)
-        sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos, self.stats,
-                              on_tokens, self.models.max_length)
+        sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
+                              self.models.max_length)
         if self.channel is None or self.placement.rank == 0:
-            if self.turns:
-                self.turns.start(prompts, sequences.max_length)
-            decode(self.target, self.next_speculation, sequences, self.lookahead, self.channel)
-        elif self.placement.holds_draft:
+            self.lead(sequences, on_tokens)
+        elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
@@ -257,17 +259,24 @@ class Decoder:
             self.stats.add(**self.target.clock.read())
         return sequences.new_tokens
 
-    def next_speculation(self, speculation: Speculation, outcome: Outcome) -> Speculation:
-        """What rank 0 verifies next: drafted by another rank (ssd), here (sd), or empty (ar)."""
-        if self.turns:
-            speculation = self.turns.take_turn(speculation, outcome)
-        elif self.settings.mode == "ssd":
-            return self.channel.receive_speculation(len(outcome.bonus))
-        else:
-            speculation = Speculation.empty(len(outcome.bonus))
-        if self.channel:  # other ranks hold the target, too
-            self.channel.send_speculation(speculation)
-        return speculation
+    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
+        """Rank 0's part: decode, and count and show every round."""
+        last = time.perf_counter()
+        rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
+        for number, (speculation, _) in enumerate(rounds):
+            now = time.perf_counter()
+            source = speculation.source.tolist()
+            counts = [(k, len(new), source[row] == PRIMARY) for row, k, new in sequences.last_round]
+            self.stats.count_round(number == 0, now - last, counts)
+            last = now
+            for row, _, new_tokens in sequences.last_round:
+                on_tokens(row, new_tokens, source[row])
+
+    def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
+        """Who drafts for rank 0: another rank, or this process."""
+        if self.settings.mode == "ssd" and self.channel:
+            return self.channel
+        return TakingTurns(self.draft, sequences.prompts, sequences.max_length, self.channel)
 
 
 def workers(settings: Settings,
@@ -279,24 +288,14 @@ def workers(settings: Settings,
     if models.target:
         target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
     if models.draft and settings.mode != "ar":
-        chosen = plan(settings)
-        if settings.mode == "sd":  # nothing is prepared: every round misses
-            chosen = chosen._replace(fan_out=[[0] * (settings.lookahead + 1)] * 2)
         sampler = Sampler(*sampling, settings.downweight)
-        draft = DraftWorker(models.draft, sampler, settings.seed, chosen)
+        draft = DraftWorker(models.draft, sampler, settings.seed, plan(settings))
     return target, draft
 
 
 def plan(settings: Settings) -> Plan:
     """Make the choices of sections 4.1 and 4.3. Raises `UserError` for an unknown name."""
-    def shape(acceptance_rate: float) -> list[int]:
-        try:
-            return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                                 acceptance_rate, settings.miss_exponent)
-        except ValueError as problem:
-            raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
-
-    fan_out = shape(settings.acceptance_rate)
+    fan_out = fan_out_with(settings, settings.acceptance_rate)
     backup = settings.backup
     critical_batch_size = None
     if backup == "auto":
@@ -307,8 +306,19 @@ def plan(settings: Settings) -> Plan:
             settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    after_backup = shape(settings.backup_acceptance(backup))
+    after_backup = fan_out_with(settings, settings.backup_acceptance(backup))
+    if settings.mode == "sd":  # nothing is prepared: every round misses
+        fan_out = after_backup = [0] * len(fan_out)
     return Plan([fan_out, after_backup], backup, critical_batch_size)
+
+
+def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
+    """F_0..F_K as --fan-out says."""
+    try:
+        return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
+                             acceptance_rate, settings.miss_exponent)
+    except ValueError as problem:
+        raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
 
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
@@ -335,13 +345,13 @@ def main(settings: Settings) -> None:
     if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
-    if display:
-        display.begin()
-    for start in range(0, len(job.prompts), settings.batch_size):
-        batch = job.prompts[start:start + settings.batch_size]
-        if display:
-            display.end_batch(decoder(batch, display.show), decoder.eos)
-        else:
+    batches = [job.prompts[start:start + settings.batch_size]
+               for start in range(0, len(job.prompts), settings.batch_size)]
+    if display is None:
+        for batch in batches:
             decoder(batch)
-    if display:
-        display.finish(decoder.stats.summary())
+        return
+    display.begin()
+    for batch in batches:
+        display.end_batch(decoder(batch, display.show), decoder.eos)
+    display.finish(decoder.stats.summary())

@@ -813,7 +813,8 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
                            fan_out="3,2,1,2", downweight=0.5)
     draft = decoder.draft
     record = run_rounds(decoder, RAGGED, 4)
-    speculation = decoder.turns.take_turn(*record[-1])
+    speculation, outcome = record[-1]
+    speculation = draft.speculate(speculation, outcome, draft.pre_speculate(speculation))
     prepared = draft.pre_speculate(speculation)
 
     def plainly(text: list[int], last: int) -> torch.Tensor:

@@ -1,13 +1,18 @@
 """Counts and times of decoding, and the speedup that Theorem 7 predicts from them."""
+import math
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
-from cache import throughput
+from cache import BACKUP, PRIMARY, throughput
+from draft_worker import Plan
 
 
 @dataclass
 class Stats:
     """Counts and times (seconds) of decoding; prefill, and the token that it yields, are apart."""
+    lookahead: int = 0
+    choices: dict[str, Any] = field(default_factory=dict)  # see `choices`; none: no draft
+    in_turns: bool = False      # one process does the work of two, so times mean nothing
     tokens: int = 0             # new tokens, with those of prefill
     prefill_tokens: int = 0     # one a prompt
     prefill_seconds: float = 0.0
@@ -18,15 +23,13 @@ class Stats:
     rejected: int = 0           # at most one per row and round
     hits: int = 0
     hit_tokens: int = 0         # of rounds after a hit
-    lookahead: int = 0
     log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
-    overlaps: bool = True       # False: one process did the work of two
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     punctual_passes: int = 0    # of both models, in work that kept --pace
     paced_passes: int = 0       # in all work with a pace
-    draft: dict[str, Any] = field(default_factory=dict)  # see `DraftWorker.report`
+    guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
-    def count_round(self, is_prefill: bool, seconds: float, lookahead: int,
+    def count_round(self, is_prefill: bool, seconds: float,
                     rows: list[tuple[int, int, bool]]) -> None:
         """Count one round; `rows`: (tokens accepted, tokens kept, hit) of each active row."""
         num_kept = sum(kept for _, kept, _ in rows)
@@ -36,23 +39,23 @@ class Stats:
             self.prefill_seconds += seconds
             return
         self.seconds += seconds
-        self.lookahead = lookahead
         self.rounds += 1
         self.row_rounds += len(rows)
         self.log.append((len(rows), num_kept, seconds))
         for accepted, kept, hit in rows:
             self.accepted += accepted
-            self.rejected += accepted < lookahead
+            self.rejected += accepted < self.lookahead
             self.hits += hit
             self.hit_tokens += kept * hit
 
     def add(self, spans: Sequence[tuple[str, float, float]] = (),
-            pace: tuple[int, int] = (0, 0), draft: dict[str, Any] | None = None) -> None:
-        """Add what a worker measured in a batch. `pace`: (punctual passes, paced passes)."""
+            pace: tuple[int, int] = (0, 0), guess_counts: list | None = None) -> None:
+        """Add what a worker measured in a batch. `pace`: (punctual passes, paced passes);
+        `guess_counts`: of all batches so far."""
         self.spans += spans
         self.punctual_passes += pace[0]
         self.paced_passes += pace[1]
-        self.draft |= draft or {}
+        self.guess_counts = guess_counts or self.guess_counts
 
     def seconds_of(self, work: str) -> list[float]:
         """Seconds of each piece of this work."""
@@ -71,7 +74,8 @@ class Stats:
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         tree = self.mean_seconds("tree")
-        seconds = self.seconds if self.overlaps else None
+        seconds = None if self.in_turns else self.seconds
+        names = ("guess_counts", "guess_counts_after_backup")
         return {
             "tokens": self.tokens,
             "seconds": seconds,
@@ -86,7 +90,17 @@ class Stats:
             "T_p": ratio(trunk + tree, verify) if trunk and tree else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": self.prefill_seconds,
-            "pace_kept": ratio(self.punctual_passes, self.paced_passes)} | self.draft
+            "pace_kept": ratio(self.punctual_passes, self.paced_passes),
+        } | self.choices | dict(zip(names, self.guess_counts))
+
+
+def choices(plan: Plan, downweight: float) -> dict[str, Any]:
+    """The choices of sections 4.1 to 4.3, as `--output` names them. `critical_batch_size` None: it
+    chose nothing, or the neural backup is better at every size."""
+    b = plan.critical_batch_size
+    return {"fan_out": plan.fan_out[PRIMARY], "fan_out_after_backup": plan.fan_out[BACKUP],
+            "downweight": downweight, "backup": plan.backup,
+            "critical_batch_size": None if b == math.inf else b}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -18,10 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cache import BACKUP, FINISHED, NO_OUTCOME, Outcome, Speculation, acceptance_distribution
+from cache import (
+    BACKUP,
+    NO_OUTCOME,
+    Outcome,
+    Speculation,
+    SpeculationCache,
+    acceptance_distribution,
+)
 from cli.job import Job, Models
 from cli.screen import Display, can_show_colours, visible
-from cli.stats import Stats
 from course.options import ExplainSettings
 from engine.model import CausalLM
 from engine.noise import VERIFIER_STREAM, UniformStream
@@ -68,18 +74,15 @@ class Round(NamedTuple):
                 "q_bonus": q_bonus, "prepared": prepared}
 
 
-class Narrator(Sequences):
-    """The sequences of a batch, with loaded models: `decode` extends them after each round, which
-    is told before."""
+class Narrator:
+    """Decodes the prompts of a job with loaded models, and tells every round."""
 
     def __init__(self, job: Job, models: Models):
         settings = job.settings
-        super().__init__(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
-                         models.context, models.target.eos_tokens, Stats(), lambda *_: None)
         self.job = job
         self.target, self.draft = workers(settings.to_settings(batch_size=len(job.prompts)), models)
-        self.turns = TakingTurns(self.draft)
-        self.number = 0  # of the round
+        self.sequences = Sequences(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
+                                   models.context, models.target.eos_tokens)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
@@ -91,13 +94,19 @@ class Narrator(Sequences):
             print(f"prompt\n{visible(text)}\n")
         self.tell_fan_out(self.job.settings)
         self.decode()
-        for text, tokens in zip(self.job.texts, self.new_tokens):
+        for text, tokens in zip(self.job.texts, self.sequences.new_tokens):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 
     def decode(self) -> None:
-        """Decode all rounds."""
-        self.turns.start(self.prompts, self.max_length)
-        decode(self.target, self.turns.take_turn, self, self.draft.lookahead)
+        """Decode, and tell, round 0 and as many rounds as were asked for."""
+        settings = self.job.settings
+        turns = TakingTurns(self.draft, self.sequences.prompts, self.sequences.max_length)
+        rounds = decode(self.target, turns, self.sequences, settings.lookahead)
+        for number, (speculation, outcome) in zip(range(settings.rounds + 1), rounds):
+            if settings.pause and number:
+                print("   Enter: the next round ", end="", flush=True)
+                sys.stdin.readline()
+            self.tell(number, self.look_inside(speculation, outcome, turns.cache))
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
@@ -110,35 +119,23 @@ class Narrator(Sequences):
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
             self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
 
-    def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
-        """As `Sequences.extend`, after telling the round. The last one ends all rows."""
-        if self.job.settings.pause and self.number:
-            print("   Enter: the next round ", end="", flush=True)
-            sys.stdin.readline()
-        self.tell(self.look_inside(speculation, outcome))
-        outcome = super().extend(speculation, outcome)
-        if self.number == self.job.settings.rounds:
-            outcome = outcome._replace(num_accepted=torch.full_like(outcome.bonus, FINISHED))
-        self.number += 1
-        return outcome
-
-    def look_inside(self, speculation: Speculation, outcome: Outcome) -> list[Round]:
-        """The round of every active row, before its tokens join the text."""
+    def look_inside(self, speculation: Speculation, outcome: Outcome,
+                    cache: SpeculationCache) -> list[Round]:
+        """The round of every active row, before the target and the draft move on."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
-        cache = self.turns.cache
         rounds = []
-        for row in [row for row, active in enumerate(self.active) if active]:
+        for row, num_accepted, _ in self.sequences.last_round:
             guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
             prepared = {(k, token): branch for k, token, branch in guesses if k != NO_OUTCOME}
             rounds.append(Round(
                 row, speculation.tokens[row].tolist(), int(speculation.source[row]),
-                (int(outcome.num_accepted[row]), int(outcome.bonus[row])), prepared,
-                p[row], q[row], speculation.q[row].cpu(), uniforms[row]))
+                (num_accepted, int(outcome.bonus[row])), prepared, p[row], q[row],
+                speculation.q[row].cpu(), uniforms[row]))
         return rounds
 
-    def tell(self, rounds: list[Round]) -> None:
+    def tell(self, number: int, rounds: list[Round]) -> None:
         """Print a round, row by row: the outcomes guessed and what was prepared, the outcome."""
         for told in rounds:
             k, bonus = told.outcome
@@ -147,8 +144,8 @@ class Narrator(Sequences):
             if told.drafted:
                 source = self.sources[told.source]
                 title = f"verifying [ {self.words(told.drafted)} ]   from {source}"
-            of_row = f", row {told.row}" if len(self.prompts) > 1 else ""
-            self.say(f"\nround {self.number}{of_row}   {title}", BOLD)
+            of_row = f", row {told.row}" if len(self.sequences.prompts) > 1 else ""
+            self.say(f"\nround {number}{of_row}   {title}", BOLD)
             self.tell_guesses(told, style)
             if self.job.settings.temperature:
                 self.tell_draws(told)

@@ -45,7 +45,7 @@ def timed(bench: Bench, line: dict) -> dict:
 class Recorder(Narrator):
     """Keeps the rounds of a text instead of printing them."""
 
-    def tell(self, rounds: list[Round]) -> None:
+    def tell(self, number: int, rounds: list[Round]) -> None:
         self.seen += [told.brief() for told in rounds]
 
 
@@ -58,11 +58,11 @@ def look_inside(bench: Bench, run: dict) -> None:
                            lookahead=line["lookahead"], budget=line["with"].get("budget", 0))
     bench.sd_models.set_pace((0.0, 0.0))
     recorder = Recorder(job, bench.sd_models)
-    recorder.eos = []  # the text ends where `Bench` ends it
-    recorder.max_new = [bench.settings.max_new_tokens]
+    recorder.sequences.eos = []  # the text ends where `Bench` ends it
+    recorder.sequences.max_new = [bench.settings.max_new_tokens]
     recorder.seen = []
     recorder.decode()
-    if recorder.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
+    if recorder.sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
         raise UserError("the same settings gave two texts, so no page is written")
     for told, seen in zip(run["rounds"], recorder.seen):
         told |= seen

@@ -21,7 +21,6 @@ from cli.job import Job
 from cli.placement import Placement
 from cli.screen import print_times
 from cli.settings import TINY, Settings
-from cli.stats import Stats
 from engine import cuda_graphs
 from engine.fake_cuda import CPU, FAKES, FakeCUDA, FakeGraph, fake_gpus
 from engine.model import CausalLM, load
@@ -206,7 +205,7 @@ def host_waits(temperature: float) -> dict[str, int]:
     decoder = make_decoder(model, model, temperature=temperature)
     record = run_rounds(decoder, RAGGED[:1], 2)
     draft = decoder.draft
-    sequences = Sequences(RAGGED[:1], 20, 64, [], Stats(), lambda *_: None)
+    sequences = Sequences(RAGGED[:1], 20, 64, [])
     waits = {}
 
     def count(step: str, function, *given):
@@ -215,7 +214,8 @@ def host_waits(temperature: float) -> dict[str, int]:
         waits[step] = FakeCUDA.host_waits - before
         return result
 
-    speculation = decoder.turns.take_turn(*record[-1])
+    speculation, outcome = record[-1]
+    speculation = draft.speculate(speculation, outcome, draft.pre_speculate(speculation))
     verified = count("verify", decoder.target.verify, speculation)
     count("tell the outcome", sequences.extend, *verified)
     cache = count("pre-speculate", draft.pre_speculate, speculation)

@@ -5,6 +5,7 @@ rounding), with large weights (so that their distributions are far from uniform)
 target plus noise.
 """
 import copy
+import itertools
 import os
 import sys
 from functools import lru_cache
@@ -14,11 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cache import Speculation
 from cli.job import Models
 from cli.settings import Settings
 from engine.model import CausalLM
-from saguaro import Decoder
+from saguaro import Decoder, Sequences, decode
 
 RAGGED = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]  # prompts
 torch.set_num_threads(1)  # the models here are too small to share
@@ -81,18 +81,10 @@ def texts_and_rounds(decoder: Decoder, prompts: list[list[int]]) -> tuple[list[l
 
 def run_rounds(decoder: Decoder, prompts: list[list[int]], rounds: int) -> list:
     """Algorithm 1: the (speculation, outcome) of all rounds, round 0 first. No row finishes."""
-    lookahead = decoder.lookahead
-    max_length = max(map(len, prompts)) + 1 + (rounds + 2) * (lookahead + 1)
-    decoder.turns.start(prompts, max_length)
-    speculation = Speculation.empty(len(prompts))
-    outcome = decoder.target.prefill(prompts, max_length, lookahead)
-    record = [(speculation, outcome)]
-    for _ in range(rounds):
-        decoder.target.advance(outcome)
-        speculation = decoder.turns.take_turn(speculation, outcome)
-        speculation, outcome = decoder.target.verify(speculation)
-        record.append((speculation, outcome))
-    return record
+    max_new_tokens = (rounds + 2) * (decoder.lookahead + 1)
+    sequences = Sequences(prompts, max_new_tokens, context=sys.maxsize, eos=[])
+    decoding = decode(decoder.target, decoder.speculator(sequences), sequences, decoder.lookahead)
+    return list(itertools.islice(decoding, rounds + 1))
 
 
 def greedy_reference(model, prompts: list[list[int]], max_new_tokens: int,
