@@ -67,7 +67,7 @@ def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences:
             return
         target.advance(outcome)
         speculation = speculator.receive_speculation(rows)
-        speculation, outcome = target.verify(speculation)
+        outcome = target.verify(speculation)
 
 
 def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],

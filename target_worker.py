@@ -29,14 +29,13 @@ class TargetWorker:
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         self.last = torch.tensor([prompt[-1] for prompt in prompts])     # [B], not yet in the KV
-        _, outcome = self.verify(Speculation.empty(len(prompts)))
+        outcome = self.verify(Speculation.empty(len(prompts)))
         self.clock.read()  # times are those of decoding alone
         return outcome
 
-    def verify(self, speculation: Speculation) -> tuple[Speculation, Outcome]:
+    def verify(self, speculation: Speculation) -> Outcome:
         """One target pass over the last verified token and the K drafted ones: accept, reject, add
-        the bonus token. Returns the speculation, its tokens now in host memory, and the outcome.
-        Raises `UserError` if logits overflow."""
+        the bonus token. Raises `UserError` if logits overflow."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.clock("verify"):
@@ -50,12 +49,11 @@ class TargetWorker:
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms)
             finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
             # The host waits once, not for each of these.
-            verdict = torch.stack([num_accepted, bonus, finite.long(), *drafted.T]).cpu()
-        num_accepted, bonus, finite = verdict[:3]
+            num_accepted, bonus, finite = torch.stack([num_accepted, bonus, finite.long()]).cpu()
         if not finite.all():
             raise UserError(f"logits are infinite or not numbers in {self.model.dtype}: "
                             "--dtype float32 or bfloat16 has room for larger ones")
-        return speculation._replace(tokens=verdict[3:].T), Outcome(num_accepted, bonus)
+        return Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:
         """The accepted tokens and the bonus token join the text. Rejection needs no work: the

@@ -522,7 +522,7 @@ def decode_batches(decoder: Decoder, batches: list) -> tuple[list, float]:
     if decoder.target:
         verify = decoder.target.verify
 
-        def record(speculation: Speculation) -> tuple[Speculation, Outcome]:
+        def record(speculation: Speculation) -> Outcome:
             seen.append(speculation.q.tolist())
             return verify(speculation)
 

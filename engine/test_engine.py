@@ -216,8 +216,8 @@ def host_waits(temperature: float) -> dict[str, int]:
 
     speculation, outcome = record[-1]
     speculation = draft.speculate(speculation, outcome, draft.pre_speculate(speculation))
-    verified = count("verify", decoder.target.verify, speculation)
-    count("tell the outcome", sequences.extend, *verified)
+    outcome = count("verify", decoder.target.verify, speculation)
+    count("tell the outcome", sequences.extend, speculation, outcome)
     cache = count("pre-speculate", draft.pre_speculate, speculation)
     hit = Outcome(cache.guesses.num_accepted[:, 0], cache.guesses.bonus[:, 0])
     answer = count("answer", draft.speculate, speculation, hit, cache)
@@ -227,8 +227,8 @@ def host_waits(temperature: float) -> dict[str, int]:
 
 @pytest.mark.parametrize("temperature", (0, 1))
 def test_how_often_the_host_waits_for_the_gpu(temperature):
-    """For the outcome and the tokens verified; for guesses; for the tokens of the last answer."""
-    waits = {"verify": 1, "tell the outcome": 0, "pre-speculate": 1, "answer": 1}
+    """For the outcome; for the tokens that were verified, twice; for guesses."""
+    waits = {"verify": 1, "tell the outcome": 1, "pre-speculate": 1, "answer": 1}
     assert in_ranks(1, host_waits, temperature) == [waits]
 
 
