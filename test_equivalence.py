@@ -33,7 +33,7 @@ Power. If the texts had a distribution at total-variation distance d from the ta
 would grow by at least 4 N d^2 (Cauchy-Schwarz). For N = 120,000 and d = 0.02 that is 192, and is
 found each time of a thousand (`test_the_statistic_accepts_the_truth_and_sees_two_percent`).
 
-The models are small and random (engine/testing.py). SSD runs in one process
+The models are small and random (testing/shared.py). SSD runs in one process
 (`saguaro.TakingTurns`), unless a test says otherwise. Texts of any length, model and engine are
 judged by the audit (audit/), which this file uses from chapter 3 on.
 
@@ -72,7 +72,10 @@ from engine.counts import (
 )
 from engine.model import CausalLM
 from engine.noise import UniformStream
-from engine.testing import (
+from saguaro import Decoder, plan
+from sampling import Sampler
+from target_worker import TargetWorker
+from testing.shared import (
     RAGGED,
     assert_close,
     forks,
@@ -86,9 +89,6 @@ from engine.testing import (
     texts_and_rounds,
     windowed,
 )
-from saguaro import Decoder, plan
-from sampling import Sampler
-from target_worker import TargetWorker
 
 slow = pytest.mark.slow
 

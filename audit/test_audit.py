@@ -22,20 +22,20 @@ from audit.evidence import (
 )
 from audit.replay import Replayed, Text, replay, target_logits, warpers_of
 from cli.settings import TINY
-from engine.testing import (
-    RAGGED,
-    assert_close,
-    imitation,
-    make_decoder,
-    random_model,
-    run_rounds,
-)
 from test_equivalence import (
     MISTAKES,
     draw_uniforms,
     random_distributions,
     replace_line,
     texts_of,
+)
+from testing.shared import (
+    RAGGED,
+    assert_close,
+    imitation,
+    make_decoder,
+    random_model,
+    run_rounds,
 )
 
 WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(logits); found by

@@ -46,8 +46,8 @@ from engine import timing
 from engine.check import check_model
 from engine.errors import UserError
 from engine.model import FIRST_SEEN, CausalLM
-from engine.testing import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 from saguaro import Decoder
+from testing.shared import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 
 if os.name == "nt":
     pytest.skip("tests of processes and signals need POSIX: use WSL", allow_module_level=True)

@@ -22,10 +22,11 @@ from cli.placement import Placement
 from cli.screen import print_times
 from cli.settings import TINY, Settings
 from engine import cuda_graphs
-from engine.fake_cuda import CPU, FAKES, FakeCUDA, FakeGraph, fake_gpus
 from engine.model import CausalLM, load
 from engine.tensor_parallel import load_sharded
-from engine.testing import (
+from saguaro import Decoder, Sequences
+from testing.fake_cuda import CPU, FAKES, FakeCUDA, FakeGraph, fake_gpus
+from testing.shared import (
     RAGGED,
     greedy_reference,
     imitation,
@@ -35,7 +36,6 @@ from engine.testing import (
     run_rounds,
     windowed,
 )
-from saguaro import Decoder, Sequences
 
 slow = pytest.mark.slow
 
@@ -65,9 +65,8 @@ PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
     ("*_worker.py", {"cli", "saguaro", "audit"}),
     ("audit/*.py", PAPER | {"cli", "engine.model", "engine.noise", "course"})))
 def test_imports_run_one_way(files, forbidden):
-    stand_ins = ("test", "fake")
     for file in Path(__file__).parents[1].glob(files):
-        if not file.name.startswith(stand_ins):
+        if not file.name.startswith("test"):
             imported = re.findall(r"^\s*(?:from|import) ([\w.]+)", file.read_text("utf-8"), re.M)
             assert not {name for name in imported if {name, name.split(".")[0]} & forbidden}, file
 
