@@ -31,7 +31,7 @@ from cli.stats import Stats, theorem_7
 from engine.counts import counted_hit_rate, fit_shape
 from engine.errors import UserError
 from figures import draw
-from saguaro import Decoder, plan, warm_up, workers
+from saguaro import Decoder, batches_of, plan, warm_up, workers
 
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no paced point has more
@@ -135,11 +135,10 @@ class Bench:
         """A batch with every decoder, then the next. Rank 1 has no part in AR and SD."""
         batches = []
         for decoder in decoders:
-            size = decoder.settings.batch_size
             own = texts[:NUM_PROMPTS * SAMPLES if any(decoder.settings.pace) else None]
             if decoder.settings.mode == "ar":  # its speed is that of any text
                 own = texts[:NUM_PROMPTS]
-            batches.append([own[start:start + size] for start in range(0, len(own), size)])
+            batches.append(batches_of(own, decoder.settings.batch_size))
         look = {"leave": False}
         if not sys.stderr.isatty():
             look = {"bar_format": "batch {n} of {total}, {elapsed}\n", "mininterval": 20}
@@ -174,9 +173,8 @@ def metrics_of(point: Point, settings: Settings, stats: Stats) -> Metrics:
     rows = settings.batch_size
     slower = SLOWER[rows] if any(settings.pace) else 1
     f = stats.summary()
-    table = [f.get("guess_counts", [[0]]), f.get("guess_counts_after_backup", [[0]])]
     f |= {"T_v in ms": 1000 * stats.mean_seconds("verify"), "spans": stats.spans,
-          "guess_counts": torch.tensor(table)}  # AR and SD make no guesses
+          "guess_counts": torch.tensor(stats.guess_counts)}
     if point.counted:
         f = predicted(settings, f, stats.prefill_tokens)
     by_theorem_7 = 1000 * slower * rows * theorem_7(f, rows) / f["T_v in ms"]

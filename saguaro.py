@@ -321,15 +321,19 @@ def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
         raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
 
 
+def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
+    """The prompts, `size` at a time; the last batch may have fewer."""
+    return [prompts[start:start + size] for start in range(0, len(prompts), size)]
+
+
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds, with hits and misses, of the first batch and of the last, which may have
-    fewer rows: on GPUs libraries start, and passes are captured, at their first use."""
+    """Decode a few rounds, with hits and misses, of the first batch and of the last: on GPUs
+    libraries start, and passes are captured, at their first use."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
-    last = (len(prompts) - 1) // settings.batch_size * settings.batch_size
-    for start in sorted({0, last}):
-        batch = prompts[start:start + settings.batch_size]
+    batches = batches_of(prompts, settings.batch_size)
+    for batch in batches[:1] + batches[1:][-1:]:
         for variant in (short, replace(short, budget=0, fan_out="geometric")):
             Decoder(variant, models, placement)(batch)
 
@@ -345,8 +349,7 @@ def main(settings: Settings) -> None:
     if job.placement.any_gpu:
         warm_up(settings, models, job.placement, job.prompts)
     decoder = Decoder(settings, models, job.placement)
-    batches = [job.prompts[start:start + settings.batch_size]
-               for start in range(0, len(job.prompts), settings.batch_size)]
+    batches = batches_of(job.prompts, settings.batch_size)
     if display is None:
         for batch in batches:
             decoder(batch)
