@@ -14,7 +14,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import re
 import sys
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, Iterator, NamedTuple
 
 import torch
 
@@ -75,7 +76,7 @@ class Round(NamedTuple):
 
 
 class Narrator:
-    """Decodes the prompts of a job with loaded models, and tells every round."""
+    """Decodes the prompts of a job with loaded models, looks inside every round, and tells it."""
 
     def __init__(self, job: Job, models: Models):
         settings = job.settings
@@ -93,20 +94,20 @@ class Narrator:
         for text in self.job.texts:
             print(f"prompt\n{visible(text)}\n")
         self.tell_fan_out(self.job.settings)
-        self.decode()
+        for number, rounds in enumerate(self.decode()):
+            if self.job.settings.pause and number:
+                print("   Enter: the next round ", end="", flush=True)
+                sys.stdin.readline()
+            self.tell(number, rounds)
         for text, tokens in zip(self.job.texts, self.sequences.new_tokens):
             print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
 
-    def decode(self) -> None:
-        """Decode, and tell, round 0 and as many rounds as were asked for."""
-        settings = self.job.settings
+    def decode(self) -> Iterator[list[Round]]:
+        """Round 0 and as many rounds as were asked for, seen from inside, of every active row."""
         turns = TakingTurns(self.draft, self.sequences.prompts, self.sequences.max_length)
-        rounds = decode(self.target, turns, self.sequences, settings.lookahead)
-        for number, (speculation, outcome) in zip(range(settings.rounds + 1), rounds):
-            if settings.pause and number:
-                print("   Enter: the next round ", end="", flush=True)
-                sys.stdin.readline()
-            self.tell(number, self.look_inside(speculation, outcome, turns.cache))
+        rounds = decode(self.target, turns, self.sequences, self.job.settings.lookahead)
+        for speculation, outcome in islice(rounds, self.job.settings.rounds + 1):
+            yield self.look_inside(speculation, outcome, turns.cache)
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
@@ -121,7 +122,7 @@ class Narrator:
 
     def look_inside(self, speculation: Speculation, outcome: Outcome,
                     cache: SpeculationCache) -> list[Round]:
-        """The round of every active row, before the target and the draft move on."""
+        """A round as target and draft see it before they move on."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])

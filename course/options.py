@@ -28,7 +28,7 @@ class PageSettings(DecodingSettings):
     pace: tuple[float, float] = pace_option((75.5, 8.75))
     out: str = option("page", "page.html", "the file to write", metavar="FILE")
 
-    quick = pause = color = False  # no options, but `Bench` and `Narrator` read them
+    quick = color = False  # no options, but `Bench` and `Narrator` read them
 
     @property
     def rounds(self) -> int:

@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from bench import Bench, Point
 from cli.settings import ROOT, open_for_writing
-from course.explain import Narrator, Round
+from course.explain import Narrator
 from course.options import PageSettings
 from engine.errors import UserError
 from saguaro import warm_up
@@ -42,13 +42,6 @@ def timed(bench: Bench, line: dict) -> dict:
     return {"launch": line, "rounds": rounds, "spans": decoder.stats.spans}
 
 
-class Recorder(Narrator):
-    """Keeps the rounds of a text instead of printing them."""
-
-    def tell(self, number: int, rounds: list[Round]) -> None:
-        self.seen += [told.brief() for told in rounds]
-
-
 def look_inside(bench: Bench, run: dict) -> None:
     """Decode again, and add to each round what was seen. Raises `UserError` for another text."""
     line = run["launch"]
@@ -57,15 +50,14 @@ def look_inside(bench: Bench, run: dict) -> None:
     job.settings = replace(bench.settings, temperature=line["temperature"],
                            lookahead=line["lookahead"], budget=line["with"].get("budget", 0))
     bench.sd_models.set_pace((0.0, 0.0))
-    recorder = Recorder(job, bench.sd_models)
-    recorder.sequences.eos = []  # the text ends where `Bench` ends it
-    recorder.sequences.max_new = [bench.settings.max_new_tokens]
-    recorder.seen = []
-    recorder.decode()
-    if recorder.sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
+    narrator = Narrator(job, bench.sd_models)
+    narrator.sequences.eos = []  # the text ends where `Bench` ends it
+    narrator.sequences.max_new = [bench.settings.max_new_tokens]
+    seen = [rows[0].brief() for rows in narrator.decode()]
+    if narrator.sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
         raise UserError("the same settings gave two texts, so no page is written")
-    for told, seen in zip(run["rounds"], recorder.seen):
-        told |= seen
+    for told, inside in zip(run["rounds"], seen):
+        told |= inside
 
 
 def main(settings: PageSettings) -> None:
