@@ -104,8 +104,10 @@ class Bench:
         if new:
             self.decode_in_turns(new, texts)
         self.done += new
-        found = [self.leads and [metrics_of(point, self.settings_of(point), decoder.stats)
-                                 for point, decoder in zip(points, decoders)]]
+        found = [None]
+        if self.leads:
+            found = [[metrics_of(point, self.settings_of(point), decoder.stats)
+                      for point, decoder in zip(points, decoders)]]
         dist.broadcast_object_list(found, 0)
         return found[0]
 
@@ -268,10 +270,7 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     """Measure and count the points of a figure, and draw it."""
     settings = bench.settings
     texts = bench.texts(*TEXTS.get(name, FEW))
-    points_of = sweep_points(settings.temperature or 1.0)
-    if not any(settings.pace):  # then nobody knows how long a pass takes, and all is measured
-        points_of = {figure: [point._replace(counted=False) for point in points if point.counted]
-                     or points for figure, points in points_of.items()}
+    points_of = sweep_points(settings)
     points = [point for point in points_of[name]
               if point.changes.get("batch_size", 1) <= len(bench.prompts)]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
@@ -289,8 +288,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     return found
 
 
-def sweep_points(warm: float) -> dict[str, list[Point]]:
-    """The points of every figure. `warm`: the temperature of those at one temperature above 0."""
+def sweep_points(settings: BenchSettings) -> dict[str, list[Point]]:
+    """The points of every figure."""
+    warm = settings.temperature or 1.0  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
     shares = (1.0, 0.75, 0.5, 0.25, 0.0)
     lookaheads = range(1, 9)
@@ -298,6 +298,9 @@ def sweep_points(warm: float) -> dict[str, list[Point]]:
 
     def line(name: str, axis: str, counted: tuple, measured: tuple, **changes) -> list[Point]:
         changes = {"lookahead": 7, "budget": 24} | changes  # as the authors' engine
+        if not any(settings.pace):  # nobody knows how long a pass takes, so all is measured
+            measured = counted or measured
+            counted = ()
         return ([Point(name, value, changes | {axis: value}, counted=True) for value in counted]
                 + [Point(name, value, changes | {axis: value}) for value in measured])
 
