@@ -2,6 +2,8 @@
 
     python -m course.page --out docs/index.html     (the page of this repository)
 
+docs/index.html is the template, too: its scripts draw whatever trace stands in its one long line.
+
 All ranks decode the text at --pace, for its times; then one process does, for what slow motion sees
 of a round. K, budget and temperature are those of the comparison in figures/results.json.
 """
@@ -12,6 +14,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import copy
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -23,6 +26,8 @@ from course.explain import Narrator
 from course.options import PageSettings
 from engine.errors import UserError
 from saguaro import warm_up
+
+TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 
 
 def timed(bench: Bench, line: dict) -> dict:
@@ -79,6 +84,6 @@ def main(settings: PageSettings) -> None:
              "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
              "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
-    page = (ROOT / "course/page.html").read_text("utf-8")
+    before, after = re.split(TRACE, (ROOT / "docs/index.html").read_text("utf-8"))
     with open_for_writing("--out", settings.out) as file:
-        file.write(page.replace("/*TRACE*/null", data))
+        file.write(before + data + after)
