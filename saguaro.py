@@ -54,8 +54,9 @@ OnTokens = Callable[[int, list[int], int], None]  # (row, new tokens, source), a
 def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences: "Sequences",
            lookahead: int) -> Iterator[tuple[Speculation, Outcome]]:
     """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference: `speculator` leads to the rank that does, or
-    drafts in this process. Yields every round, when its tokens have joined the `sequences`."""
+    loop; who drafts, and when, is the only difference. `speculator`: a `Channel` to the draft's
+    rank, or `TakingTurns` with a draft in this process. Yields every round, once its tokens have
+    joined the `sequences`."""
     rows = len(sequences.prompts)
     speculation = Speculation.empty(rows)
     outcome = target.prefill(sequences.prompts, sequences.max_length, lookahead)
