@@ -55,7 +55,7 @@ class DecodingSettings:
         "sampling", 1.0, "sample among the likeliest tokens of total probability P", min=1e-9,
         max=1, metavar="P")
     seed: int = option(
-        "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 63 - 1)
+        "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 30 - 1)
     budget: int = option(
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
         "plain speculative decoding", min=0, max=4096)
