@@ -40,6 +40,8 @@ def audit_parser() -> argparse.ArgumentParser:
 
 def audit_file(args: argparse.Namespace) -> bool:
     """Audit a file and print what was found. Returns whether anything was."""
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
     settings, rows = read_texts(args.file)
     settings |= {name: value for name, value in vars(args).items() if value is not None}
     for name in ("target", "temperature"):
@@ -89,6 +91,9 @@ def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: not a JSON object; a text is a line such as "
                             '{"prompt_tokens": [1, 2], "tokens": [3, 4, 5]}')
+        if "tokens" in row and row.keys() & {"settings", "statistics"}:
+            raise UserError(f"{path}, line {number}: a text, and settings or statistics: these "
+                            "have lines of their own")
         if isinstance(row.get("settings"), dict):
             settings = row["settings"]
         elif "statistics" not in row:
@@ -103,7 +108,11 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
         if tokenizer is None:
             raise UserError("a prompt in letters, and the target has no tokenizer: write the "
                             "token ids that the engine read, as prompt_tokens")
-        prompt = tokenizer(row["prompt"])["input_ids"]
+        try:
+            prompt = tokenizer(row["prompt"])["input_ids"]
+        except TypeError as problem:  # half a character
+            raise UserError("the tokenizer cannot read the prompt "
+                            f"({first_line(problem)})") from None
     tokens = row.get("tokens")
     group = row.get("group") or []
     for name, ids in (("prompt_tokens (or prompt)", prompt), ("tokens", tokens)):
@@ -119,6 +128,8 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
     if len(prompt) + len(tokens) > context:
         raise UserError(f"{len(prompt) + len(tokens)} tokens, and the target's context is "
                         f"{context}")
+    if not isinstance(group, list) or "all" in group:
+        raise UserError("group must be a list, one entry a token, and none called all, the whole")
     if group and len(group) != len(tokens):
         raise UserError(f"{len(tokens)} tokens and {len(group)} entries of group")
     return Text(prompt, tokens, [str(name) for name in group] or [""] * len(tokens))
@@ -131,12 +142,14 @@ def load_target(path: str, dtype: str, device: str):
         dtype = "bfloat16" if on_gpu else "float32"
     logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype),
-                                                     device_map=device)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), device_map=device, trust_remote_code=False)
+        if model.device.type == "meta":
+            raise ValueError("on the device meta there are no weights")
     except Exception as problem:  # a damaged file raises what its reader pleases
         raise UserError(f"--target {path}: {first_line(problem)}") from problem
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception:  # only prompts in letters need one
         tokenizer = None
     return model.eval(), tokenizer
@@ -159,10 +172,11 @@ def report(findings: dict[str, Finding]) -> bool:
              for name, finding in findings.items()
              for test, p in finding.p_values.items() if p < ALPHA]
     whole = findings["all"]
+    if whole.near_ties:
+        print(f"{whole.near_ties:,} tokens are outside top-k or top-p by no more than rounding: "
+              "they count as the last ones inside.")
     if whole.impossible:
         found.insert(0, f"{whole.impossible:,} tokens are impossible (probability 0)")
-        print(f"{whole.impossible:,} tokens have probability 0 at these settings. With top-k or "
-              "top-p, in half precision,\nrounding may be the reason.")
     if found:
         print(f"FOUND: these texts are not distributed as the target's: {'; '.join(found[:4])}"
               f"{' ...' if len(found) > 4 else ''}.")

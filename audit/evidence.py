@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessorList
 
-from audit.replay import Replayed, Text, members, replay, target_logits
+from audit.replay import Replayed, Text, members, precision_of, replay, target_logits
 
 ALPHA = 1e-6          # a p-value below it is significant
 RANDOM = 1952         # seeds the audit's own random numbers, which no engine shares
@@ -18,6 +18,7 @@ class Finding(NamedTuple):
     """What the audit finds in the texts, or in a group of their tokens."""
     tokens: int
     impossible: int             # tokens of probability 0
+    near_ties: int              # tokens that count as the last ones inside top-k or top-p
     deviations: list[float]     # of "argmax" and "log p", in standard deviations
     nats: float                 # log-probability of a token, on average, less what is expected
     p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
@@ -77,7 +78,8 @@ def audit(told: Replayed) -> Finding:
         deviation, p_values[name] = sum_p_value(surprises)
         deviations.append(deviation)
     nats = float(told.log_p[:, 0].mean())
-    return Finding(len(u), int((~told.possible).sum()), deviations, nats, p_values)
+    impossible = int((~told.possible).sum())
+    return Finding(len(u), impossible, int(told.near_tie.sum()), deviations, nats, p_values)
 
 
 def smallest(findings: dict[str, Finding]) -> float:
@@ -150,7 +152,8 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
         within = torch.rand(len(text.tokens), generator=generator, dtype=torch.float64)
         tokens = torch.tensor(text.tokens)
-        told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device)))
+        told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device),
+                           precision_of(model)))
     told = Replayed(*(torch.cat(part) for part in zip(*told)))
     return {name: audit(told.where(chosen)) for name, chosen in members(texts).items()}
 

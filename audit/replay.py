@@ -37,6 +37,7 @@ class Replayed(NamedTuple):
     ids: torch.Tensor       # [N, RANGES] is its id in this range? Less the probability of that
     p_ids: torch.Tensor     # [N, RANGES] and that probability
     possible: torch.Tensor  # [N] is its probability above 0?
+    near_tie: torch.Tensor  # [N] may rounding have taken it across the edge of top-k or top-p?
 
     def where(self, chosen: torch.Tensor) -> "Replayed":
         return Replayed(*(part[chosen] for part in self))
@@ -51,9 +52,13 @@ def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torc
 
 
 def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorList,
-           within: torch.Tensor) -> Replayed:
+           within: torch.Tensor, precision: float = 0.0) -> Replayed:
     """Compare a text's tokens `[T]` with the target's logits before them, `[T, V]`. `within` `[T]`,
-    uniform in (0, 1), chooses a place in each token's interval. The result is in host memory."""
+    uniform in (0, 1), chooses a place in each token's interval. The result is in host memory.
+
+    A token that top-k or top-p leaves out counts as the last one that they let in, if they would
+    let it in with its logit raised by `rounding` at this `precision`: so it may have been inside in
+    the engine."""
     parts = []
     rows = max(1, PIECE // logits.shape[-1])
     for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
@@ -62,6 +67,12 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         if p.isnan().any():
             raise UserError("the target's logits are infinite or not numbers: another --dtype has "
                             "room for larger ones")
+        outside = p.gather(-1, token[:, None]) == 0
+        raised = piece.scatter_add(-1, token[:, None], rounding(piece, precision)[:, None])
+        let_in = warpers(None, raised).gather(-1, token[:, None]) > -torch.inf
+        near_tie = (outside & let_in).squeeze(-1)
+        last = piece.masked_fill(p == 0, torch.inf).argmin(-1)
+        token = token.where(~near_tie, last)
         own = p.gather(-1, token[:, None])
         number = torch.arange(p.shape[-1], device=p.device)
         likelier = (p > own) | (p == own) & (number < token[:, None])
@@ -72,14 +83,16 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
         seen = torch.nn.functional.one_hot(ranges[token], RANGES)
         parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      seen - p_ids, p_ids, own.squeeze(-1) > 0))
+                      seen - p_ids, p_ids, own.squeeze(-1) > 0, near_tie))
     uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
     previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
     return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
 
 
 def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """transformers' own, in the order of `generate`."""
+    """transformers' own, in the order of `generate`. Raises ValueError, as they do."""
+    if not 0 < top_p <= 1:  # NaN, too
+        raise ValueError(f"top-p is {top_p}; it must be above 0, and at most 1")
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -119,16 +132,25 @@ def members(texts: list[Text]) -> dict[str, torch.Tensor]:
     return chosen
 
 
+def precision_of(model) -> float:
+    """Of the model's type; or 1e-5, which sums over many layers lose in float32."""
+    return max(torch.finfo(model.dtype).eps, 1e-5)
+
+
+def rounding(logits: torch.Tensor, precision: float) -> torch.Tensor:
+    """How far rounding may take each of logits `[T, V]`, `[T]`: 4 times the precision, times the
+    largest logit."""
+    return 4 * precision * logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
+
+
 def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
     """Two gaps for each token of greedy texts, `[N, 2]`: how far its logit is from the largest, and
-    how far rounding may take it: 4 times the precision of the model's type (or 1e-5, which sums
-    over many layers lose in float32) times the largest logit."""
-    precision = max(torch.finfo(model.dtype).eps, 1e-5)
+    how far rounding may take it."""
     gaps = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest, _ = logits.max(-1)
         own = logits.gather(-1, torch.tensor(text.tokens, device=logits.device)[:, None])
-        size = logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
-        gaps.append(torch.stack([largest - own.squeeze(-1), 4 * precision * size], -1).cpu())
+        allowed = rounding(logits, precision_of(model))
+        gaps.append(torch.stack([largest - own.squeeze(-1), allowed], -1).cpu())
     return torch.cat(gaps).double()

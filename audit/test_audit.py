@@ -14,6 +14,7 @@ from audit.__main__ import main
 from audit.evidence import (
     ALPHA,
     TESTS,
+    Finding,
     audit,
     audit_groups,
     evenness,
@@ -113,6 +114,25 @@ def test_what_is_said_to_show_shows_99_times_of_a_hundred():
         bins = probability.multinomial(count, replacement=True)
         rejected += evenness((bins + 0.5) / 20, bins=20) < ALPHA
     assert 970 < rejected < 1000
+
+
+@pytest.mark.parametrize("edge, wider", (((8, 1.0), (9, 1.0)), ((0, 0.8), (0, 0.85))))
+def test_a_token_that_rounding_let_in_is_no_fault_but_another_edge_is(edge, wider):
+    """The engine computes in bfloat16, the audit in float32."""
+    logits = 2 * random_distributions(10_000, 40, seed=20).log() / 3
+    precision = torch.finfo(torch.bfloat16).eps
+
+    def finding(of_engine: tuple[int, float], precision: float) -> Finding:
+        p = warpers_of(1.0, *of_engine)(None, logits.bfloat16().float()).softmax(-1)
+        tokens = sampling.inverse_cdf(p, draw_uniforms(10_000, seed=21))
+        within = draw_uniforms(10_000, seed=22)
+        return audit(replay(logits, tokens, warpers_of(1.0, *edge), within, precision))
+
+    sound = finding(edge, precision)
+    assert sound.impossible == 0 and sound.near_ties > 0
+    assert min(sound.p_values.values()) > ALPHA
+    assert finding(edge, 0.0).impossible == sound.near_ties
+    assert finding(wider, precision).impossible > 20
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +239,11 @@ BAD_FILES = {
     '{"prompt_tokens": [-1], "tokens": [4]}': "holds the id -1",
     '{"prompt": "letters", "tokens": [1]}': "the target has no tokenizer",
     '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["a"]}': "2 tokens and 1 entries of group",
+    '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["all", ""]}': "none called all",
+    '{"prompt_tokens": [1], "tokens": [1], "group": 3}': "group must be a list",
+    '{"prompt_tokens": [1], "tokens": [1, 2], "group": "ab"}': "group must be a list",
+    '{"prompt_tokens": [1], "tokens": [1], "settings": {}}': "have lines of their own",
+    '{"prompt_tokens": [1], "tokens": [1], "statistics": 1}': "have lines of their own",
     json.dumps({"prompt_tokens": [1], "tokens": [1] * 128}): "129 tokens, and the target's context",
 }
 
@@ -236,12 +261,20 @@ def test_what_the_audit_cannot_read_or_guess_gets_one_sentence(target_folder, tm
     text = Text([1], [2], [])
     path = write_lines(tmp_path / "file.jsonl", [text], None)
     missing = str(tmp_path / "none")
+    half = tmp_path / "half.jsonl"
+    half.write_text(r'{"prompt": "a\ud800", "tokens": [1]}', "utf-8")
+    sampled = [path, "--target", target_folder, "--temperature", "1"]
     for arguments, sentence in (
             ([missing], f"{missing}: No such file"), ([path], "name --target"),
             ([path, "--target", target_folder], "name --temperature"),
             ([path, "--target", target_folder, "--temperature", "-1"], "top-p: `temperature` (="),
-            ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: ")):
+            ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: "),
+            ([*sampled, "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
+            ([*sampled, "--top-p", "nan"], "top-p is nan"), ([*sampled, "--top-p", "2"], "is 2.0"),
+            ([*sampled, "--device", "meta"], "on the device meta there are no weights"),
+            ([str(half), "--target", str(TINY / "target"), "--temperature", "1"],
+             "half.jsonl, line 1: the tokenizer cannot read the prompt (")):
         assert main(arguments) == 2
         assert sentence in capsys.readouterr().err
-    assert main([path, "--target", target_folder, "--temperature", "1"]) == 0
+    assert main(sampled) == 0
     assert "-" in capsys.readouterr().out, "one token tells nothing"
