@@ -308,18 +308,17 @@ def plan(settings: Settings) -> Plan:
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
     after_backup = fan_out_with(settings, settings.backup_acceptance(backup))
-    if settings.mode == "sd":  # nothing is prepared: every round misses
-        fan_out = after_backup = [0] * len(fan_out)
     return Plan([fan_out, after_backup], backup, critical_batch_size)
 
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
-    """F_0..F_K as --fan-out says."""
+    """F_0..F_K as --fan-out says; in sd nothing is prepared, so every round misses."""
     try:
-        return fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                             acceptance_rate, settings.miss_exponent)
+        shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
+                              acceptance_rate, settings.miss_exponent)
     except ValueError as problem:
         raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
+    return [0] * len(shape) if settings.mode == "sd" else shape
 
 
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
