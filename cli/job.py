@@ -1,4 +1,5 @@
 """What every rank knows of a run before a model is loaded (configurations, prompts); loading."""
+import sys
 from dataclasses import asdict
 from operator import index
 from typing import NamedTuple
@@ -75,6 +76,10 @@ class Job:
                 dist.barrier(placement.patient_group)
         if target:
             target = self.ready(target, group)
+        if placement.rank == 0 and target.penalties:
+            asked = ", ".join(f"{name} {value}" for name, value in target.penalties.items())
+            print(f"not applied, though {self.settings.target} asks for it in "
+                  f"generation_config.json: {asked}", file=sys.stderr, flush=True)
         return Models(target, draft, self.context, self.vocab_size, self.max_length)
 
     def load_draft(self) -> CausalLM:
@@ -104,10 +109,12 @@ class Job:
 def open_model(flag: str, path: str):
     """The configuration and tokenizer of a checkpoint; nothing big is read."""
     try:
-        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        return (AutoConfig.from_pretrained(path, trust_remote_code=False),
+                AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     except Exception as problem:  # a damaged file raises what its reader pleases
-        raise UserError(f"{flag} {path}: neither a folder with a model and its tokenizer nor a "
-                        f"model on the Hugging Face Hub ({first_line(problem)})") from problem
+        raise UserError(f"{flag} {path} cannot be read, neither as a folder with a model and its "
+                        "tokenizer nor from the Hugging Face Hub "
+                        f"({first_line(problem)})") from problem
 
 
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:

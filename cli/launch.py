@@ -49,12 +49,9 @@ def prepare_process() -> None:
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
     """Parse and check the settings of this run; start the other rank."""
-    present = [name for name in RENDEZVOUS if name in os.environ]
     try:
         settings = parse(kind)
-        if 0 < len(present) < len(RENDEZVOUS):
-            raise UserError(f"of torchrun's environment only {', '.join(present)} is left: unset "
-                            f"it, or set {', '.join(RENDEZVOUS)}")
+        check_environment()
     except UserError as problem:
         fail(problem)
     if STARTED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # by rank 0, or by torchrun
@@ -64,6 +61,21 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("loading ...", file=sys.stderr, flush=True)
     return settings
+
+
+def check_environment() -> None:
+    """Raise `UserError` for variables that make no sense; torchrun sets none such."""
+    present = [name for name in RENDEZVOUS if name in os.environ]
+    if 0 < len(present) < len(RENDEZVOUS):
+        raise UserError(f"of torchrun's environment only {', '.join(present)} is left: unset "
+                        f"it, or set {', '.join(RENDEZVOUS)}")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    numbers = {name: int(value) for name, value in found.items() if value.isdecimal()}
+    is_there = numbers.get("RANK", 0) < numbers.get("WORLD_SIZE", 1)
+    if numbers.keys() != found.keys() or not is_there or not numbers.get("LOCAL_WORLD_SIZE", 1):
+        values = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise UserError(f"{values}: no rank has such an environment")
 
 
 def start_draft_rank() -> None:

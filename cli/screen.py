@@ -3,6 +3,7 @@ import json
 import os
 import re
 import sys
+import weakref
 from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
@@ -53,6 +54,7 @@ class Display:
         self.file = None
         if job.settings.output is not None:
             self.file = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
+            weakref.finalize(self, self.file.close)  # also if something fails
         self.write_line({"settings": asdict(job.settings)})
 
     def begin(self) -> None:

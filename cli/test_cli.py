@@ -167,11 +167,13 @@ WRONG = {  # a command, and what is said about it
     "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
     "--target ADDED --mode ar --apply-chat-template":
         "the chat template cannot read the prompts (no user here)",
-    f"--target {'x' * 300}": "neither a folder with a model", "--target LOOP": "neither a folder",
+    f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
     "--prompts HALF": "the tokenizer cannot read the prompts", "--prompts LONG": "context, 512",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
-    "--target ./nowhere": "--target ./nowhere: neither a folder",
-    "--target no-such/model": "no-such/model: neither a folder with a model",
+    "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
+    "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
+    "--target CODE": "it needs code of its own, which is not run here",
+    "--draft CODE": "it needs code of its own, which is not run here",
     "a 'b <word>' --target ADDED --mode ar":
         "to 2048; the target's embedding has 0 to 2047",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
@@ -194,7 +196,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -205,6 +207,8 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     deeper = AutoConfig.from_pretrained(folder / "DEEPER")
     deeper.num_hidden_layers += 1
     deeper.save_pretrained(folder / "DEEPER")
+    code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+    (folder / "CODE" / "config.json").write_text(json.dumps(code), "utf-8")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     (folder / "LOOP").symlink_to("LOOP")
     os.mkfifo(folder / "PIPE")
@@ -274,6 +278,12 @@ def test_models_without_a_draft_do_not_speculate(mode):
         Decoder(Settings(mode=mode), models)
 
 
+def test_in_plain_speculative_decoding_auto_is_the_neural_backup(pair):
+    """Theorem 17's p_hit is 0, because nothing is prepared."""
+    status, output = obey("saguaro.py", *pair, "--mode", "sd", "--backup", "auto")
+    assert status == 0 and "each round, neural" in output
+
+
 def test_a_backup_of_ones_own_is_a_function_and_a_line_in_a_dictionary(monkeypatch, pair):
     monkeypatch.setitem(draft_worker.BACKUPS, "mine", draft_worker.random_backup)
     status, output = obey("saguaro.py", *pair, "--mode", "sd", "--backup", "mine")
@@ -309,6 +319,24 @@ def test_a_chat_template_makes_each_prompt_a_user_turn(content, expected):
         prompts = encode(tokenizer, ["Why?", "How?"], chat=True)
         texts = ["<user>Why?<assistant>", "<user>How?<assistant>"]
         assert tokenizer.batch_decode(prompts) == texts
+
+
+def test_a_penalty_that_is_not_applied_is_named(tmp_path, pair, capsys):
+    """The text is that of `generate` without it; what does nothing, or has a flag, is not named."""
+    shutil.copytree(TINY / "target", tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "generation_config.json"
+    kept = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_length": 99,
+            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0}
+    words = ["--mode", "ar", "--max-new-tokens", 30, "def fibonacci(n):", "--target", tmp_path]
+    outputs = []
+    for penalties, named in (({}, ""), ({"repetition_penalty": 1.05, "forced_eos_token_id": 1},
+                                        "repetition_penalty 1.05, forced_eos_token_id 1\n")):
+        file.write_text(json.dumps(kept | penalties), "utf-8")
+        status, output = obey("saguaro.py", *words)
+        sentence = f"not applied, though {tmp_path} asks for it in generation_config.json: {named}"
+        assert status == 0 and (sentence in output) == bool(named)
+        outputs.append(output.replace(sentence, "").split("tokens with")[0])
+    assert outputs[0] == outputs[1] and "not applied" not in obey("saguaro.py", *pair)[1]
 
 
 def test_a_draft_may_have_another_special_token(tmp_path):
@@ -648,6 +676,16 @@ def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
 def test_a_part_of_torchruns_environment_is_refused(leftover, monkeypatch):
     monkeypatch.setenv(leftover, "1")
     assert f"of torchrun's environment only {leftover} is left" in the_error(obey("saguaro.py"))
+
+
+@pytest.mark.parametrize("wrong", ("RANK=x", "RANK=", "RANK=2", "RANK=-1", "WORLD_SIZE=0",
+                                   "WORLD_SIZE=two", "LOCAL_RANK=a", "LOCAL_WORLD_SIZE=0"))
+def test_an_environment_that_no_rank_can_have_is_refused(wrong, monkeypatch):
+    given = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
+    for variable in (*given.split(), wrong):
+        monkeypatch.setenv(*variable.split("="))
+    error = the_error(obey("saguaro.py"))
+    assert wrong in error and "no rank has such an environment" in error
 
 
 @pytest.mark.parametrize("redirection, variables", ((">&-", {}),

@@ -35,6 +35,12 @@ from transformers.utils import logging
 from engine.errors import UserError, first_line
 from engine.timing import PacedClock
 
+PENALTIES = {  # what else changes `generate`'s text, greedy or not, and the value that is no change
+    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1, "guidance_scale": 1,
+    "min_length": 0, "min_new_tokens": 0} | dict.fromkeys((
+        "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",
+        "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+        "stop_strings"))
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
 
@@ -143,6 +149,13 @@ class CausalLM:
                         logits=False)
 
     @property
+    def penalties(self) -> dict[str, object]:
+        """What the generation config asks of `generate`, and this program does not do."""
+        asked = {name: getattr(self.model.generation_config, name, None) for name in PENALTIES}
+        return {name: value for name, value in asked.items()
+                if value not in (None, [], PENALTIES[name])}
+
+    @property
     def eos_tokens(self) -> list[int]:
         """Every end-of-sequence id of the generation config."""
         eos = self.model.generation_config.eos_token_id
@@ -183,7 +196,8 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
     logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device, output_loading_info=True)
+            path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
+            trust_remote_code=False)
         if report["missing_keys"]:  # transformers would draw these weights at random
             raise ValueError(f"its files lack {min(report['missing_keys'])}")
     except torch.OutOfMemoryError:
