@@ -7,8 +7,10 @@ A token s drawn from q is
     residual                    r(x) = max(p(x) - q(x), 0) / sum_y max(p(y) - q(y), 0),
 
 and then q(s) accept(s) + P(reject) r(s) = p(s), *whatever q is*, as long as q is what s was really
-drawn from. Two special cases need no formula of their own: greedy decoding is p = point mass at the
-argmax, and a proposal that was not drawn at all (greedy drafts, prompt look-up) is q = point mass.
+drawn from, or the point mass at s, which is exact however s was drawn, but accepts less: sum p q
+instead of sum min(p, q). Two special cases need no formula of their own: greedy decoding is
+p = point mass at the argmax, and a proposal that was not drawn at all (greedy drafts, prompt
+look-up) is q = point mass.
 
 Saguaro sampling (Def. 14) bends q so that the residual, and with it the bonus token, falls among
 the tokens that the draft caches anyway:
