@@ -20,13 +20,13 @@ class ExplainSettings(DecodingSettings):
 @dataclass
 class PageSettings(DecodingSettings):
     """Write a page that shows one text, decoded by AR, SD and SSD, with the K, budgets and
-    temperatures of figures/results.json."""
+    temperatures of figures/results.json; and race.svg beside it, the greedy text as it grows."""
 
     prompt: tuple[str, ...] = option("text", (), "the text; none: tiny/prompt.txt", nargs=1)
     prompts: str | None = option("text", None, "a JSON Lines file, whose first text is continued")
     max_new_tokens: int = option("text", 40, "tokens to generate", min=2)
     pace: tuple[float, float] = pace_option((75.5, 8.75))
-    out: str = option("page", "page.html", "the file to write", metavar="FILE")
+    out: str = option("page", "page.html", "the page to write", metavar="FILE")
 
     quick = color = False  # no options, but `Bench` and `Narrator` read them
 

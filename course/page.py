@@ -1,6 +1,6 @@
-"""A page of one text, decoded by AR, SD and SSD: one HTML file, for any browser.
+"""A page of one text, decoded by AR, SD and SSD: one HTML file, for any browser; and their race.
 
-    python -m course.page --out docs/index.html     (the page of this repository)
+    python -m course.page --out docs/index.html     (the page of this repository, and docs/race.svg)
 
 docs/index.html is the template, too: its scripts draw whatever trace stands in its one long line.
 
@@ -17,6 +17,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from tokenizers.decoders import DecodeStream
 
@@ -24,10 +25,9 @@ from bench import Bench, Point
 from cli.settings import ROOT, open_for_writing
 from course.explain import Narrator
 from course.options import PageSettings
+from course.race import TRACE, race
 from engine.errors import UserError
 from saguaro import warm_up
-
-TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 
 
 def timed(bench: Bench, line: dict) -> dict:
@@ -87,3 +87,5 @@ def main(settings: PageSettings) -> None:
     before, after = re.split(TRACE, (ROOT / "docs/index.html").read_text("utf-8"))
     with open_for_writing("--out", settings.out) as file:
         file.write(before + data + after)
+    with open_for_writing("--out", str(Path(settings.out).with_name("race.svg"))) as file:
+        file.write(race(trace))

@@ -1,4 +1,5 @@
-"""The page: its scripts draw what the program has written, and compute what cache.py computes.
+"""The page: its scripts draw what the program has written, and compute what cache.py computes. The
+race: it shows the same text at the same times.
 
 The scripts of docs/index.html run in quickjs, a JavaScript engine without a browser, with as much
 of a document as they use.
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from html import unescape
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,7 @@ from cli.job import Job
 from cli.settings import ROOT
 from course import page
 from course.options import PageSettings
+from course.race import COLUMNS, LEFT, PAUSE, RIGHT, SLOWER, race
 from engine.errors import UserError
 
 REFRESH = "python -m course.page --out docs/index.html"
@@ -242,6 +245,105 @@ def test_the_trace_keeps_the_rules(name):
                 assert rounds[i + 1]["drafted"] == guessed[k, bonus]
 
 
+# ---- the race ----
+
+RACE = (ROOT / "docs/race.svg").read_text("utf-8")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(svg: str) -> dict[str, dict]:
+    """By method: its texts of class `text`, each a list of (text, style, milliseconds); its bars,
+    each (kind, start, end) in seconds; what stands at its end."""
+    longest = max(run["rounds"][-1]["time"] - run["rounds"][0]["time"] for run in TRACE["runs"][:3])
+    found = {}
+    for element in ElementTree.fromstring(svg).find(f"{SVG}g"):
+        spans = [(span.text, span.get("class"), int((span.get("style") or "t0").split("t")[-1]))
+                 for span in element.iter(f"{SVG}tspan")]
+        if element.get("class") == "text":
+            method["rows"].append(spans)
+        elif element.tag == f"{SVG}path":
+            start, end = re.match(r"M([\d.]+) \d+H([\d.]+)v", element.get("d")).groups()
+            method["bars"].append((element.get("class"), *[
+                (float(x) - LEFT) / (RIGHT - LEFT) * longest for x in (start, end)]))
+        elif spans and spans[0][0] in ("AR", "SD", "SSD"):
+            method = found[spans[0][0]] = {"rows": [], "bars": []}
+        elif element.get("class") == "end":
+            method["end"] = spans[0]
+    return found
+
+
+def test_the_race_is_not_older_than_the_page():
+    assert RACE == race(TRACE), "python -m course.race docs/index.html docs/race.svg"
+
+
+@pytest.mark.parametrize("mode", ("AR", "SD", "SSD"))
+def test_the_race_ends_with_the_programs_text(mode):
+    rows = drawn(RACE)[mode]["rows"]
+    expected = TRACE["prompt"].split("\n")[-1]
+    expected += "".join(piece for told in RUNS[f"{mode} 0"]["rounds"] for piece in told["text"])
+    assert "\n".join("".join(text for text, _, _ in row) for row in rows) == expected
+    still = re.sub(r"@keyframes \w+ \{( [\d.]+% \{[^}]*\})* \}", "", RACE)
+    assert "@keyframes" not in still and "hidden" not in still  # without motion all is there
+    assert ".curtain { transform: scaleX(0);" in still
+
+
+@pytest.mark.parametrize("mode", ("AR", "SD", "SSD"))
+def test_the_times_of_the_race_are_those_of_the_trace(mode):
+    run, found = RUNS[f"{mode} 0"], drawn(RACE)[mode]
+    first = run["rounds"][0]["time"]
+    letters = [(letter, "bonus" in style and letter != " ", style.split()[0], ms)
+               for row in found["rows"] for text, style, ms in row for letter in text]
+    expected = [(letter, False, "soft", 0) for letter in TRACE["prompt"].split("\n")[-1]]
+    for told in run["rounds"]:
+        source = "cache" if told["source"] == cache.PRIMARY else "backup"
+        if mode == "AR" or told is run["rounds"][0]:
+            source = "own"
+        for place, piece in enumerate(told["text"]):
+            is_bonus = mode != "AR" and place == told["outcome"][0]
+            expected += [(letter, is_bonus and letter != " ", source,
+                          round(1000 * (told["time"] - first)))
+                         for letter in piece if letter != "\n"]
+    assert letters == expected
+    seconds = run["rounds"][-1]["time"] - first
+    spans = [(kind, max(0, start - first), max(0, end - first))
+             for kind, start, end in run["spans"] if mode != "AR" or kind == "verify"]
+    assert len(found["bars"]) == len(spans)
+    for bar, span in zip(sorted(found["bars"]), sorted(spans)):
+        assert bar[0] == span[0] and bar[1:] == pytest.approx(span[1:], abs=0.002)
+    ar = RUNS["AR 0"]["rounds"][-1]["time"] - RUNS["AR 0"]["rounds"][0]["time"]
+    assert found["end"][2] == round(1000 * seconds)
+    assert found["end"][0] == f"{seconds:.2f} s, {ar / seconds:.2f} x AR"
+
+
+def test_the_race_is_played_at_half_the_recorded_speed():
+    total = int(re.search(r"\* \{ animation: (\d+)ms", RACE)[1])
+    frames = re.findall(r"@keyframes t(\d+) \{ 0% \{ visibility: hidden \} ([\d.]+)%", RACE)
+    assert {ms for ms, _ in frames} == set(re.findall(r"animation-name: t(\d+)", RACE))
+    for ms, percent in frames:
+        assert float(percent) / 100 * total / SLOWER == pytest.approx(int(ms), abs=1)
+    end = max(int(ms) for ms, _ in frames)
+    curtain = re.search(r"none \} ([\d.]+)% \{ transform: scaleX\(0\)", RACE)[1]
+    assert float(curtain) / 100 * total / SLOWER == pytest.approx(end, abs=1)
+    assert total == SLOWER * end + PAUSE and SLOWER == 2 and "at half speed" in RACE
+
+
+def test_the_race_plays_inside_an_image():
+    """Small, no script, and nothing from elsewhere."""
+    assert len(RACE.encode()) < 32_000 and RACE.count("http://www.w3.org/2000/svg") == 1
+    assert not re.search(r"<script|\bon\w+=|href|url\(|@import|https?:(?!//www\.w3)", RACE)
+
+
+def test_a_race_of_any_text_is_xml_and_no_row_is_too_long():
+    trace = copy.deepcopy(TRACE)
+    for run in trace["runs"]:
+        for told in run["rounds"]:
+            told["text"] = ["<&\"'\f\u00fc"] * len(told["text"])
+    for method in drawn(race(trace)).values():
+        rows = ["".join(text for text, _, _ in row) for row in method["rows"]]
+        assert "".join(rows).removeprefix("def") == "<&\"'\\x0c\u00fc" * 40
+        assert set(map(len, rows[:-1])) == {COLUMNS}
+
+
 # ---- the page ----
 
 def test_it_is_one_file_of_short_lines():
@@ -312,3 +414,4 @@ def test_one_command_writes_it(tmp_path):
     trace = json.loads(re.search(r'application/json">(.*?)</script>', written)[1])
     assert trace["prompt"] == "x = '<\u00fc>'" and len(trace["runs"]) == 6
     assert all(sum(len(told["new"]) for told in run["rounds"]) == 6 for run in trace["runs"])
+    assert (tmp_path / "race.svg").read_text("utf-8") == race(trace)
