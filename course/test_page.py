@@ -55,7 +55,8 @@ const requestAnimationFrame = act => frames.push(act);
 
 def browser(hash: str = ""):
     """The scripts of the page, run from top to bottom."""
-    context = pytest.importorskip("quickjs").Context()
+    quickjs = pytest.importorskip("quickjs", reason="the page's scripts: pip install quickjs")
+    context = quickjs.Context()
     context.eval(STUB)
     context.eval(f"location.hash = {json.dumps(hash)};")
     context.eval(f"document.getElementById('trace').html = {json.dumps(SCRIPTS['trace'])};")
