@@ -197,6 +197,59 @@ def test_theory_is_that_of_the_program():
             assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), (name, given)
 
 
+def test_the_frontier_is_that_of_the_program():
+    """Corollary 16 for each batch size; SSD has a device more."""
+    at = dict(c=0.12, a=0.85, r=0.9, K=7, budget=24, b=3, backup="neural", gpus=4)
+    context = browser()
+    found = ask(context, f"frontier({json.dumps(at)}, 2.5)")
+    sizes = ask(context, "BS")
+    assert sizes[0] == 1 and sizes[-1] == 64
+    given = {name: value for name, value in at.items() if name not in ("gpus", "b", "backup")}
+    for i, b in enumerate(sizes):
+        assert found["AR"][i] == [1, b / 4] and found["SD"][i] == [2.5, b * 2.5 / 4]
+        for backup in ("neural", "random"):
+            speed = python_says(**given, b=b, backup=backup)["ssd"]
+            assert found[backup][i] == pytest.approx([speed, b * speed / 5], rel=1e-9)
+
+
+@pytest.mark.parametrize("changes", ({"b": 8}, {"b": 64, "backup": "random", "gpus": 1}))
+def test_the_chosen_batch_is_a_point_of_the_frontier(changes):
+    context = browser()
+    context.eval(f"choose(null, {json.dumps(changes)})")
+    html = ask(context, "made['over-both'].html")
+    lines = dict(re.findall(r'stroke:var\(--(\w+)\)" d="M([^"]*)"', html))
+    dots = re.findall(r'cx="([^"]*)" cy="([^"]*)" r="5" style="fill:var\(--(\w+)\)"', html)
+    colours = {"soft": "soft", "backup": "backup",
+               "ink": "random" if "backup" in changes else "target"}
+    assert [colour for *_, colour in dots] == list(colours)
+    i = ask(context, "BS").index(changes["b"])
+    for x, y, colour in dots:
+        where = [float(number) for number in lines[colours[colour]].split("L")[i].split()]
+        assert [float(x), float(y)] == pytest.approx(where)
+
+
+def test_user_and_owner_have_a_verdict_each():
+    context = browser()
+    for change, user, owner in (("b: 1", "yes", "yes"), ("b: 16", "hardly", "no"),
+                                ("b: 16, backup: 'random'", "yes", "yes"),
+                                ("b: 1, gpus: 1", "yes", "no")):
+        context.eval(f"choose(PRESETS[0]); choose(null, {{{change}}})")
+        said = text_of(ask(context, "made.verdict.html"))
+        assert f"For the user: {user}." in said and f"For the owner: {owner}." in said, said
+        at = ask(context, "ask")
+        over_sd = re.search(r"SSD would be ([\d.]+) x as fast as SD", said)[1]
+        per_gpu = re.search(r"per\s+GPU it would write ([\d.]+) x", said)[1]
+        gpus = at["gpus"]
+        assert float(per_gpu) == pytest.approx(float(over_sd) * gpus / (gpus + 1), abs=0.01)
+        assert f"SSD takes {gpus + 1} GPUs where SD takes {gpus}:" in said
+        assert f"{per_gpu} x SD per GPU" in text_of(ask(context, "made.numbers.html"))
+
+
+def test_presets_have_the_gpus_of_their_pair():
+    for preset in ask(browser(), "PRESETS"):
+        assert preset["gpus"] == (4 if "70B" in preset["title"] else 1), preset
+
+
 def test_presets_have_the_hits_and_tokens_that_were_measured():
     presets = ask(browser(), "PRESETS")
     logs = {log["source"].split(";")[0] for log in TRACE["logs"].values()}
@@ -218,7 +271,7 @@ def test_every_slider_has_an_answer_at_both_ends():
                     context.eval(f"choose(PRESETS[{preset}]); choose(null, {{backup: '{backup}', "
                                  f"{key}: KNOBS['{key}'][{end}]}})")  # the stub refuses NaN
                     said = text_of(ask(context, "made.verdict.html"))
-                    assert re.match("(Yes|No|Hardly): SSD would be", said)
+                    assert re.match("For the user: (yes|no|hardly). SSD would be", said)
     context.eval("choose(PRESETS[0]); choose(null, {K: 12})")
     assert "T_p + T_b" in ask(context, "made.verdict.html")
     context.eval("choose(PRESETS[0])")
