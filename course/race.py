@@ -3,7 +3,7 @@
     python -m course.race docs/index.html docs/race.svg     (course.page writes both)
 
 CSS alone moves it, so it plays inside <img>; without motion it is the finished picture. The file is
-the template, too: its styles and legend stay. Times are milliseconds after the first token.
+the template, too: its styles and its legend stay.
 """
 import json
 import re
@@ -25,15 +25,17 @@ LANES = {"target": ("verify",), "draft": ("trunk", "tree", "backup")}
 
 
 def since_first(run: dict, time: float) -> int:
+    """The milliseconds between a run's first token and `time` (seconds); 0 before it."""
     return max(0, round(1000 * (time - run["rounds"][0]["time"])))
 
 
 def appearing(style: str, ms: int, text: str) -> str:
+    """A span of text with the keyframes that show it from this millisecond on."""
     return f'<tspan class="{style}" style="animation-name: t{ms}">{escape(text)}</tspan>'
 
 
 def motion(drawn: str, end: int) -> str:
-    """The keyframes: t897 appears at 897 ms, and curtains open until `end`; then a pause."""
+    """The keyframes of `drawn`: t897 shows at 897 ms; curtains open until `end`; then a pause."""
     total = SLOWER * end + PAUSE
     frames = [f"* {{ animation: {total}ms step-end infinite }}",
               f".curtain {{ animation: curtain {total}ms linear infinite }}",
@@ -89,7 +91,8 @@ def race(trace: dict) -> str:
                   f'{TITLES[name]}</text>\n<text x="{RIGHT}" y="{y}" class="end">'
                   f'{appearing("name", ends[name], ratio)}</text>\n')
         y += 11
-        for device in list(LANES)[:2 if run["launch"]["lookahead"] else 1]:
+        devices = ("target", "draft") if run["launch"]["lookahead"] else ("target",)
+        for device in devices:
             drawn += lane(run, device, y, end) + "\n"
             y += 21
         for row in rows(run, trace["prompt"].split("\n")[-1]):
