@@ -310,6 +310,7 @@ def drawn(svg: str) -> dict[str, dict]:
     each (kind, start, end) in seconds; what stands at its end."""
     longest = max(run["rounds"][-1]["time"] - run["rounds"][0]["time"] for run in TRACE["runs"][:3])
     found = {}
+    method = {}
     for element in ElementTree.fromstring(svg).find(f"{SVG}g"):
         spans = [(span.text, span.get("class"), int((span.get("style") or "t0").split("t")[-1]))
                  for span in element.iter(f"{SVG}tspan")]
