@@ -1,31 +1,38 @@
 """Tests of what larger models need: placement, CUDA graphs, tensor parallelism, GPUs. There need be
-no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs.
+no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs. Where there are GPUs, the tests
+that have `on_gpus` run on these, too.
 
-    python -m pytest engine/test_engine.py
+    python -m pytest engine/test_engine.py -rs      # and says which tests want more GPUs
 """
 import copy
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from audit.evidence import ALPHA, audit_groups
+from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
 from cli.job import Job
 from cli.placement import Placement
 from cli.screen import print_times
-from cli.settings import TINY, Settings
+from cli.settings import ROOT, TINY, Settings
 from engine import cuda_graphs
+from engine.cuda_graphs import CapturedGraph
 from engine.model import CausalLM, load
 from engine.tensor_parallel import load_sharded
 from saguaro import Decoder, Sequences
-from testing.fake_cuda import CPU, FAKES, FakeCUDA, FakeGraph, fake_gpus
+from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, host_waits, on_gpus
 from testing.shared import (
     RAGGED,
     greedy_reference,
@@ -164,42 +171,93 @@ ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(bac
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
 
 
-def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
+def texts_of_rounds(decoder: Decoder, rounds=ROUNDS) -> list[list[list[int]]]:
     """Of all batches with all choices."""
     texts = []
-    for choices in ROUNDS:
+    for choices in rounds:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
-        texts += map(Decoder(settings, decoder.models), BATCHES)
+        texts += map(Decoder(settings, decoder.models, decoder.placement), BATCHES)
     return texts
 
 
-def decode_on_gpus(draft_device: str) -> list:
+def capture(decoder: Decoder) -> None:
+    """Let the models that are on GPUs replay their passes."""
+    for model in decoder.models[:2]:
+        if model.device != CPU:
+            model.forward_fn = cuda_graphs.GraphRunner(model)
+
+
+def decoder_on_gpus(dtype: torch.dtype, draft_device: str = "cuda:0", **choices) -> Decoder:
+    target = copy.deepcopy(random_model()).to("cuda:0", dtype)
+    draft = copy.deepcopy(imitation(random_model(), 0.15)).to(draft_device, dtype)
+    return make_decoder(target, draft, **choices)
+
+
+def decode_on_gpus(gpus, dtype: torch.dtype, draft_device: str, eager: bool) -> list:
     """A rank's job."""
-    fake_gpus()
+    gpus()
     cuda_graphs.WIDTHS = [16]
-    target = copy.deepcopy(random_model()).to("cuda:0")
-    draft = copy.deepcopy(imitation(random_model(), 0.15)).to(draft_device)
-    decoder = make_decoder(target, draft)
-    models = [model for model in decoder.models[:2] if model.device != CPU]
-    for model in models:
-        model.forward_fn = cuda_graphs.GraphRunner(model)
+    decoder = decoder_on_gpus(dtype, draft_device)
+    if eager:
+        return texts_of_rounds(decoder)
+    capture(decoder)
     texts = texts_of_rounds(decoder)
-    for model in models:
-        assert model.kv.graphs and model.forward_fn != model.forward_eager
+    for model in decoder.models[:2]:
+        assert model.device == CPU or model.kv.graphs and model.forward_fn != model.forward_eager
     return texts
 
 
 @slow
-@pytest.mark.parametrize("draft_device", ("cuda:0", "cpu"))
-def test_rounds_on_gpus_write_the_same_texts(draft_device):
+@on_gpus(1)
+@pytest.mark.parametrize("dtype, draft_device, eager", (
+    (torch.float64, "cuda:0", False), (torch.float64, "cpu", False),
+    (torch.float32, "cuda:0", False), (torch.float32, "cuda:0", True)))
+def test_rounds_on_gpus_write_the_same_texts(gpus, dtype, draft_device, eager):
     """No tensor meets one of another device, and none is copied inside a capture."""
-    expected = texts_of_rounds(make_decoder(random_model(), imitation(random_model(), 0.15)))
-    assert in_ranks(1, decode_on_gpus, draft_device) == [expected]
+    models = [copy.deepcopy(model).to(dtype)
+              for model in (random_model(), imitation(random_model(), 0.15))]
+    expected = texts_of_rounds(make_decoder(*models))
+    assert in_ranks(1, decode_on_gpus, gpus, dtype, draft_device, eager) == [expected]
 
 
-def host_waits(temperature: float) -> dict[str, int]:
+def decode_in_bfloat16(gpus) -> list[list[int]]:
+    """A rank's job: many sampled texts, and the memory in use after each batch."""
+    gpus()
+    decoder = decoder_on_gpus(torch.bfloat16, temperature=1, max_new_tokens=50)
+    capture(decoder)
+    return decoder(40 * RAGGED)
+
+
+@on_gpus(1)
+def test_texts_in_bfloat16_pass_the_audit(gpus):
+    [texts] = in_ranks(1, decode_in_bfloat16, gpus)
+    read = [Text(prompt, text, [""] * len(text)) for prompt, text in zip(40 * RAGGED, texts)]
+    model = copy.deepcopy(random_model()).bfloat16()
+    finding = audit_groups(model, read, warpers_of(1.0, 0, 1.0), len(read))["all"]
+    assert finding.tokens == 8000 and min(finding.p_values.values()) > ALPHA
+
+
+def memory_of_batches(gpus) -> list[int]:
+    """A rank's job: the bytes in use after each of 50 batches."""
+    gpus()
+    decoder = decoder_on_gpus(torch.float32, temperature=1, max_new_tokens=4)
+    capture(decoder)
+    used = []
+    for _ in range(50):
+        decoder(RAGGED)
+        used.append(torch.cuda.memory_allocated())
+    return used
+
+
+@on_gpus(1)
+def test_memory_is_flat_over_batches(gpus):
+    [used] = in_ranks(1, memory_of_batches, gpus)
+    assert 0 < max(used[25:]) <= max(used[:25])
+
+
+def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
     """A rank's job: how often the host waits for the GPU in each step of a round that hits."""
-    fake_gpus()
+    gpus()
     model = copy.deepcopy(random_model()).to("cuda:0")
     decoder = make_decoder(model, model, temperature=temperature)
     record = run_rounds(decoder, RAGGED[:1], 2)
@@ -208,9 +266,7 @@ def host_waits(temperature: float) -> dict[str, int]:
     waits = {}
 
     def count(step: str, function, *given):
-        before = FakeCUDA.host_waits
-        result = function(*given)
-        waits[step] = FakeCUDA.host_waits - before
+        result, waits[step] = host_waits(function, *given)
         return result
 
     speculation, outcome = record[-1]
@@ -224,11 +280,74 @@ def host_waits(temperature: float) -> dict[str, int]:
     return waits
 
 
+@on_gpus(1)
 @pytest.mark.parametrize("temperature", (0, 1))
-def test_how_often_the_host_waits_for_the_gpu(temperature):
+def test_how_often_the_host_waits_for_the_gpu(gpus, temperature):
     """For the outcome; for the tokens that were verified, twice; for guesses."""
     waits = {"verify": 1, "tell the outcome": 1, "pre-speculate": 1, "answer": 1}
-    assert in_ranks(1, host_waits, temperature) == [waits]
+    assert in_ranks(1, waits_of_a_round, gpus, temperature) == [waits]
+
+
+def decode_in_ranks(gpus, num_gpus: int, settings: Settings) -> tuple[list, list[str]]:
+    """A rank's job: texts of the embedded pair, and the devices of all ranks."""
+    gpus()
+    torch.cuda.device_count = lambda: num_gpus
+    job = Job(settings)
+    decoder = Decoder(settings, job.load(), job.placement)
+    texts = texts_of_rounds(decoder, ROUNDS[:2])
+    for model in decoder.models[:2]:
+        assert not model or model.device == CPU or model.kv.graphs
+    return texts, job.placement.devices
+
+
+def assert_two_ranks_write_the_texts_of_one(gpus, num_gpus: int, devices: list[str], mode: str):
+    settings = Settings(mode=mode, dtype="float64", prompt="x")
+    one = Job(replace(settings, device="cpu"))
+    expected = texts_of_rounds(Decoder(one.settings, one.load()), ROUNDS[:2])
+    assert in_ranks(2, decode_in_ranks, gpus, num_gpus, settings)[0] == (expected, devices)
+
+
+@slow
+@on_gpus(1)
+def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu_writes_the_texts_of_one_process(gpus):
+    """Through gloo."""
+    assert_two_ranks_write_the_texts_of_one(gpus, 1, ["cuda:0", "cpu"], "ssd")
+
+
+@slow
+@on_gpus(2)
+@pytest.mark.parametrize("mode", ("ssd", "sd"))
+def test_two_gpus_write_the_texts_of_one_process(mode, gpus):
+    """Through NCCL: messages, or a target that they share."""
+    assert_two_ranks_write_the_texts_of_one(gpus, 2, ["cuda:0", "cuda:1"], mode)
+
+
+DECODING = """
+import torch
+from cli.launch import launch
+from cli.settings import Settings
+from testing.fake_cuda import {gpus}
+{gpus}()
+torch.cuda.device_count = lambda: 2
+launch(Settings, "saguaro")"""
+
+
+@slow
+@on_gpus(2)
+def test_a_killed_rank_on_a_gpu_ends_the_other(gpus):
+    """Even while that one waits for NCCL."""
+    words = [sys.executable, "-c", DECODING.format(gpus=gpus.__name__), "x", "--dtype", "float64",
+             "--ignore-eos", "--max-new-tokens", "480", "--lookahead", "2"]
+    for victim in (0, 1):
+        process = psutil.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for line in process.stdout:
+            if b"continued" in line:  # it decodes
+                break
+        ranks = [process, *process.children()]
+        ranks[victim].kill()
+        assert not psutil.wait_procs(ranks, timeout=20)[1]
+        said = process.stderr.read().decode()
+        assert ("the draft's rank has ended with status -9" in said) == (victim == 1), said
 
 
 # ---- CUDA graphs ----
@@ -244,32 +363,42 @@ def test_a_short_text_after_a_long_one_captures_nothing(fake_graphs):
     assert FakeGraph.captures == before > 0
 
 
-@pytest.mark.parametrize("family, changes", windowed(8))
-def test_the_window_of_a_captured_pass_moves(family, changes, fake_graphs):
+def decode_with_windows(gpus, family: str, changes: dict) -> list[list[int]]:
+    """A rank's job."""
+    gpus()
+    cuda_graphs.WIDTHS = [16, 32, 64]
     target = random_model(family, num_hidden_layers=2, **changes)
-    decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=18)
-    for model in decoder.models[:2]:
-        model.forward_fn = cuda_graphs.GraphRunner(model)
-    assert decoder(RAGGED) == greedy_reference(target, RAGGED, 18)
+    draft = copy.deepcopy(imitation(target, 0.15)).to("cuda:0")
+    decoder = make_decoder(copy.deepcopy(target).to("cuda:0"), draft, max_new_tokens=18)
+    capture(decoder)
+    texts = decoder(RAGGED)
     assert all(model.kv.graphs for model in decoder.models[:2])
+    return texts
+
+
+@on_gpus(1)
+@pytest.mark.parametrize("family, changes", windowed(8))
+def test_the_window_of_a_captured_pass_moves(family, changes, gpus):
+    target = random_model(family, num_hidden_layers=2, **changes)
+    expected = greedy_reference(target, RAGGED, 18)
+    assert in_ranks(1, decode_with_windows, gpus, family, changes) == [expected]
 
 
 def refuse(*_, **__):
     raise RuntimeError("operation not permitted")
 
 
-def replay_wrongly(graph: FakeGraph, replay=FakeGraph.replay) -> None:
-    replay(graph)
-    *_, output = graph.operations[-1]
-    output.add_(1)
+def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) -> torch.Tensor:
+    return replay(graph, inputs) + 1
 
 
-@pytest.mark.parametrize("replay, reason", (
-    (refuse, "operation not permitted"),
-    (lambda graph: None, "the captured pass gives other logits"),  # nothing was captured
-    (replay_wrongly, "the captured pass gives other logits")))
-def test_what_cannot_be_captured_runs_eagerly(replay, reason, fake_graphs, monkeypatch, capsys):
-    monkeypatch.setattr(FakeGraph, "replay", replay)
+@pytest.mark.parametrize("owner, replay, reason", (
+    (FakeGraph, refuse, "operation not permitted"),
+    (FakeGraph, lambda graph: None, "the captured pass gives other logits"),  # none was captured
+    (CapturedGraph, replay_wrongly, "the captured pass gives other logits")))
+def test_what_cannot_be_captured_runs_eagerly(owner, replay, reason, fake_graphs, monkeypatch,
+                                              capsys):
+    monkeypatch.setattr(owner, "replay", replay)
     decoder = make_decoder(random_model(), mode="ar", max_new_tokens=20)
     model = decoder.target.model
     model.forward_fn = cuda_graphs.GraphRunner(model)
@@ -302,17 +431,17 @@ def uneven(model):
     return model
 
 
-def load_share(folder: Path) -> CausalLM:
+def load_share(folder: Path, device: str, group: dist.ProcessGroup) -> CausalLM:
     config = AutoConfig.from_pretrained(folder)
-    share = load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD)
-    return CausalLM(share)
+    return CausalLM(load_sharded(str(folder), config, torch.float64, device, group))
 
 
 def logits_of(model: CausalLM, passes: int = 1) -> list[list]:
     """The logits of TOKENS by every pass."""
     model.allocate(2, 8, 8)
     start = torch.zeros(2, dtype=torch.long)
-    return [model.causal(TOKENS, start).tolist() for _ in range(passes)]
+    tokens = TOKENS.to(model.device)
+    return [model.causal(tokens, start).tolist() for _ in range(passes)]
 
 
 def assert_logits_are_those_of(model, logits: list[list]) -> None:
@@ -327,7 +456,7 @@ def logits_of_shares(folders: list[Path]) -> list[list]:
     dist.init_process_group("gloo")
     all_logits = []
     for folder in folders:
-        share = load_share(folder)
+        share = load_share(folder, "cpu", dist.group.WORLD)
         whole = AutoModelForCausalLM.from_config(share.model.config)
         assert share.model.num_parameters() < 0.8 * whole.num_parameters()
         all_logits.append(logits_of(share))
@@ -345,26 +474,36 @@ def test_two_shares_of_a_target_give_the_logits_of_the_whole(tmp_path):
             assert_logits_are_those_of(model, logits)
 
 
-def captured_shares(folder: Path, trouble: str) -> tuple[list, int, bool]:
+def captured_shares(gpus, folder: Path, trouble: str) -> tuple[list, int, bool]:
     """A rank's job: logits of five passes, how many were replayed, and whether the rank still
     captures. Rank 1 has the trouble."""
+    gpus()
     dist.init_process_group("gloo")
-    for name, value in FAKES.items():
-        setattr(torch.cuda, name, value)
-    if dist.get_rank() == 1 and trouble == "capture":
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    if rank == 1 and trouble == "capture":
         torch.cuda.graph = refuse
-    if dist.get_rank() == 1 and trouble == "replay":
-        FakeGraph.replay = replay_wrongly
-    model = load_share(folder)
-    model.forward_fn = cuda_graphs.GraphRunner(model, dist.group.WORLD)
-    return logits_of(model, passes=5), FakeGraph.replays, model.forward_fn != model.forward_eager
+    replays = []
+    replay = replay_wrongly if rank == 1 and trouble == "replay" else CapturedGraph.replay
+
+    def counted(graph: CapturedGraph, inputs) -> torch.Tensor:
+        replays.append(inputs)
+        return replay(graph, inputs)
+
+    CapturedGraph.replay = counted
+    model = load_share(folder, f"cuda:{rank}", group)
+    model.forward_fn = cuda_graphs.GraphRunner(model, group)
+    logits = logits_of(model, passes=5)
+    return logits, len(replays), model.forward_fn != model.forward_eager
 
 
 @slow
+@on_gpus(2)
 @pytest.mark.parametrize("trouble", ("", "capture", "replay"))
-def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path):
+def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path, gpus):
     random_model().save_pretrained(tmp_path)
-    for logits, replays, captures in in_ranks(2, captured_shares, tmp_path, trouble):
+    for logits, replays, captures in in_ranks(2, captured_shares, gpus, tmp_path, trouble):
         assert_logits_are_those_of(random_model(), logits)
         assert captures == (not trouble)
         assert replays == 6 or trouble, "one on trial, and five passes"

@@ -1,10 +1,14 @@
-"""Stand-ins for CUDA graphs and GPUs: their code runs without one, and fails where it would there.
+"""GPUs for tests: real ones, where there are some, and stand-ins for them and for CUDA graphs, on
+which the code for GPUs runs everywhere, and fails where it would on a GPU.
 """
+import gc
 import os
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -108,7 +112,7 @@ class FakeCUDA(TorchDispatchMode):
     """Every operation of PyTorch passes through here and, as on a GPU, tensors of different devices
     cannot meet in one, none can be copied between devices while a graph is captured, and a copy to
     the host must be waited for."""
-    host_waits = 0  # how often the host has waited: for numbers, or to hand some over
+    warns = False  # whenever the host waits, for numbers or to hand some over
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         options = options or {}
@@ -124,7 +128,7 @@ class FakeCUDA(TorchDispatchMode):
         target = options.get("device")
         if target is None:
             target = tensors[0].device if copies else next(iter(devices), CPU)
-        if devices | {target} == {CPU}:
+        if all(device.type != "cuda" for device in devices | {target}):
             return operation(*arguments, **options)
         crosses = copies and tensors[-1].device != target
         if not copies and devices - {target}:
@@ -132,7 +136,8 @@ class FakeCUDA(TorchDispatchMode):
         blocks = crosses and not (options.get("non_blocking") or True in arguments[2:])
         if crosses and target == CPU and not blocks:
             raise RuntimeError("the host would read before the copy has ended")
-        FakeCUDA.host_waits += blocks or name in READS
+        if FakeCUDA.warns and (blocks or name in READS):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if FakeGraph.capturing and (crosses or name in READS):
             raise RuntimeError("operation not permitted when stream is capturing")
         known = {id(on_host(tensor)): tensor for tensor in tensors}  # changed in place
@@ -168,8 +173,20 @@ def tensors_in(*values) -> list[Tensor]:
     return found
 
 
+def set_sync_debug_mode(mode: str) -> None:
+    FakeCUDA.warns = mode == "warn"
+
+
+def memory_allocated(device=None) -> int:
+    """Bytes of all tensors on stand-ins for GPUs that are still referenced."""
+    tensors = [value for value in gc.get_objects() if type(value) is FakeCUDATensor]
+    storages = {numbers.data_ptr(): numbers.nbytes() for numbers in
+                (tensor.numbers.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
 def fake_gpus() -> None:
-    """From now on this process, for the rest of its life, has GPUs. gloo stands in for NCCL,
+    """From now on this process, for the rest of its life, has two GPUs. gloo stands in for NCCL,
     `FakeGraph` for a CUDA graph."""
     if torch.cuda.CUDAGraph is FakeGraph:
         return
@@ -185,8 +202,37 @@ def fake_gpus() -> None:
     for name, value in FAKES.items():
         setattr(torch.cuda, name, value)
     torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
-    torch.cuda.synchronize = lambda *_: setattr(FakeCUDA, "host_waits", FakeCUDA.host_waits + 1)
+    torch.cuda.memory_allocated = memory_allocated
+    torch.cuda.set_sync_debug_mode = set_sync_debug_mode
+    torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_device_name = lambda _: "stand-in"
     torch.cuda.set_device = lambda _: None
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+
+
+def real_gpus() -> None:
+    """From now on this process computes on real GPUs, float32 without TF32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def on_gpus(count: int):
+    """Give a test `gpus`: `fake_gpus` and, where there are so many, `real_gpus`. Its ranks call it
+    first, so one job runs on stand-ins everywhere, and on GPUs where there are some."""
+    # a text: pytest evaluates it, and no rank, which must not touch CUDA before its job does
+    too_few = f"not torch.cuda.is_available() or torch.cuda.device_count() < {count}"
+    reason = f"GPUs that PyTorch can use: {count} needed"
+    real = pytest.param(real_gpus, marks=pytest.mark.skipif(too_few, reason=reason))
+    return pytest.mark.parametrize("gpus", (fake_gpus, real))
+
+
+def host_waits(function, *given) -> tuple:
+    """What the function returns, and how often the host waits for a GPU meanwhile."""
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        result = function(*given)
+    torch.cuda.set_sync_debug_mode("default")
+    return result, len(waits)
