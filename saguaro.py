@@ -39,7 +39,7 @@ from cli.job import Job, Models, check_prompts
 from cli.placement import Placement
 from cli.screen import Display
 from cli.settings import Settings
-from cli.stats import Stats, choices
+from cli.stats import Stats, choices, write_trace
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError
 from engine.model import to_device
@@ -264,12 +264,14 @@ class Decoder:
         """Rank 0's part: decode, and count and show every round."""
         last = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, (speculation, _) in enumerate(rounds):
+        for number, (speculation, outcome) in enumerate(rounds):
             now = time.perf_counter()
             source = speculation.source.tolist()
             counts = [(k, len(new), source[row] == PRIMARY) for row, k, new in sequences.last_round]
             self.stats.count_round(number == 0, now - last, counts)
             last = now
+            if self.settings.trace:
+                self.stats.trace_round(number, now, speculation, outcome, sequences.last_round)
             for row, _, new_tokens in sequences.last_round:
                 on_tokens(row, new_tokens, source[row])
 
@@ -353,8 +355,10 @@ def main(settings: Settings) -> None:
     if display is None:
         for batch in batches:
             decoder(batch)
-        return
-    display.begin()
-    for batch in batches:
-        display.end_batch(decoder(batch, display.show), decoder.eos)
-    display.finish(decoder.stats.summary())
+    else:
+        display.begin()
+        for batch in batches:
+            display.end_batch(decoder(batch, display.show), decoder.eos)
+        display.finish(decoder.stats.summary())
+    if settings.trace:
+        write_trace(settings.trace, job.placement, decoder.stats)

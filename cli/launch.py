@@ -160,3 +160,13 @@ def exit_with_parent(parent: int) -> None:
     while STARTED not in os.environ and os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
+
+
+def exit_in_vain(done: threading.Event, waits: str, seconds: float, limit: float) -> None:
+    """Say for what this rank `waits` if it is not `done` after so many seconds; at the `limit`
+    exit, whatever library the main thread is in."""
+    if not done.wait(seconds):
+        print(waits, file=sys.stderr, flush=True)
+    if not done.wait(limit - seconds):
+        report(f"error: {limit} seconds are over: {waits}")
+        os._exit(2)

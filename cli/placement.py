@@ -1,6 +1,5 @@
 """Placement of ranks: devices, cores, process groups."""
 import os
-import sys
 import threading
 from datetime import timedelta
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cli.launch import exit_in_vain
 from cli.settings import DecodingSettings
 from engine.errors import UserError, first_line
 
@@ -58,16 +58,13 @@ class Placement:
             torch.cuda.set_device(self.device)
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             os.sched_setaffinity(0, self.cores)
-        message = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
-        waiting = threading.Timer(10, lambda: print(message, file=sys.stderr, flush=True))
-        waiting.daemon = True
-        waiting.start()
+        met = self.watch(f"{self.world_size - 1} others (WORLD_SIZE)", 10, 600)
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         dist.init_process_group("gloo", timeout=timeout)
         self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
         ranks = [None] * self.world_size
         dist.all_gather_object(ranks, (str(self.device), asked))
-        waiting.cancel()
+        met.set()
         different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if different:
             names = ", ".join(sorted(different))
@@ -79,13 +76,24 @@ class Placement:
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
+                met = self.watch(f"NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if they "
+                                 "cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300)
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                torch.cuda.synchronize(self.device)
+                met.set()
             return group
 
         self.world_group = new_group(self.world_size)
         if self.tp_size > 1:
             self.tp_group = new_group(self.tp_size)
         self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
+
+    def watch(self, awaited: str, seconds: float, limit: float) -> threading.Event:
+        """Until the event is set, `exit_in_vain` watches this rank."""
+        done = threading.Event()
+        given = (done, f"rank {self.rank} waits for {awaited}", seconds, limit)
+        threading.Thread(target=exit_in_vain, args=given, daemon=True).start()
+        return done
 
     @property
     def any_gpu(self) -> bool:

@@ -55,6 +55,8 @@ class Display:
         if job.settings.output is not None:
             self.file = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
             weakref.finalize(self, self.file.close)  # also if something fails
+        if job.settings.trace is not None:  # a wrong path is found before models are loaded
+            open_for_writing("--trace", job.settings.trace, "a", job.settings.prompts).close()
         self.write_line({"settings": asdict(job.settings)})
 
     def begin(self) -> None:

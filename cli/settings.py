@@ -160,6 +160,9 @@ class Settings(DecodingSettings):
     output: str | None = option(
         "text", None, "write settings, each text as soon as its batch has ended, and statistics to "
         "this file (JSON Lines)", metavar="FILE")
+    trace: str | None = option(
+        "machine", None, "write what every rank did, and when, and every round to this file "
+        "(Chrome trace JSON: open it in ui.perfetto.dev)", metavar="FILE")
     mode: str = option(
         "method", "ssd", "speculative speculative, speculative or autoregressive decoding",
         choices=("ssd", "sd", "ar"))

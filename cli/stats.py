@@ -1,9 +1,15 @@
-"""Counts and times of decoding, and the speedup that Theorem 7 predicts from them."""
+"""Counts and times of decoding, and the speedup that Theorem 7 predicts from them; --trace."""
+import json
 import math
+import socket
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
-from cache import BACKUP, PRIMARY, throughput
+import torch.distributed as dist
+
+from cache import BACKUP, PRIMARY, Outcome, Speculation, throughput
+from cli.placement import Placement
+from cli.settings import open_for_writing
 from draft_worker import Plan
 
 
@@ -25,6 +31,7 @@ class Stats:
     hit_tokens: int = 0         # of rounds after a hit
     log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
+    traced: list[dict[str, Any]] = field(default_factory=list)  # rounds, as events of --trace
     punctual_passes: int = 0    # of both models, in work that kept --pace
     paced_passes: int = 0       # in all work with a pace
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
@@ -47,6 +54,18 @@ class Stats:
             self.rejected += accepted < self.lookahead
             self.hits += hit
             self.hit_tokens += kept * hit
+
+    def trace_round(self, number: int, now: float, speculation: Speculation, outcome: Outcome,
+                    rows: list[tuple[int, int, list[int]]]) -> None:
+        """Remember a round for --trace; `rows`: (row, tokens accepted, tokens kept)."""
+        drafted = speculation.tokens.tolist()
+        hit = (speculation.source == PRIMARY).tolist()
+        for row, k, _ in rows:
+            told = {"prompt": self.prefill_tokens - len(hit) + row, "round": number,
+                    "drafted": drafted[row], "source": "cache" if hit[row] else "backup",
+                    "hit": hit[row], "k": k, "t*": int(outcome.bonus[row])}
+            self.traced.append({"name": "round", "ph": "i", "s": "t", "pid": 0, "tid": 0,
+                                "ts": 1e6 * now, "args": told})
 
     def add(self, spans: Sequence[tuple[str, float, float]] = (),
             pace: tuple[int, int] = (0, 0), guess_counts: list | None = None) -> None:
@@ -101,6 +120,31 @@ def choices(plan: Plan, downweight: float) -> dict[str, Any]:
     return {"fan_out": plan.fan_out[PRIMARY], "fan_out_after_backup": plan.fan_out[BACKUP],
             "downweight": downweight, "backup": plan.backup,
             "critical_batch_size": None if b == math.inf else b}
+
+
+def write_trace(path: str, placement: Placement, stats: Stats) -> None:
+    """Write the work of every rank, and the rounds, in Chrome's Trace Event Format (microseconds).
+    All ranks call this, and rank 0 writes."""
+    holds = {"verify": placement.holds_target}  # all other work is the draft's
+    spans = [span for span in stats.spans if holds.get(span[0], placement.holds_draft)]
+    ranks = [(socket.gethostname(), spans)] * placement.world_size
+    if placement.world_size > 1:
+        dist.all_gather_object(ranks, ranks[0])
+    begins = [min((start for _, start, _ in spans), default=0.0) for _, spans in ranks]
+    events = stats.traced
+    for rank, (machine, spans) in enumerate(ranks):
+        name = f"rank {rank}, {placement.devices[rank]}"
+        shift = 0.0
+        if machine != ranks[0][0]:
+            name += " of another machine, whose clock is set: its work begins with rank 0's"
+            shift = begins[0] - begins[rank]
+        track = {"pid": rank, "tid": 0}
+        events.append(track | {"name": "process_name", "ph": "M", "args": {"name": name}})
+        events += [track | {"name": work, "ph": "X", "ts": 1e6 * (start + shift),
+                            "dur": 1e6 * (end - start)} for work, start, end in spans]
+    if placement.rank == 0:
+        with open_for_writing("--trace", path) as file:
+            json.dump({"traceEvents": events}, file)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

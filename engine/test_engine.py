@@ -5,10 +5,14 @@ that have `on_gpus` run on these, too.
     python -m pytest engine/test_engine.py -rs      # and says which tests want more GPUs
 """
 import copy
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +24,7 @@ import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import saguaro
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
@@ -31,6 +36,7 @@ from engine import cuda_graphs
 from engine.cuda_graphs import CapturedGraph
 from engine.model import CausalLM, load
 from engine.tensor_parallel import load_sharded
+from engine.timing import PacedClock
 from saguaro import Decoder, Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, host_waits, on_gpus
 from testing.shared import (
@@ -106,9 +112,9 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 1))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    placement = Placement(Settings(mode=mode))
-    dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=placement))
-    assert [str(placement.device), placement.threads, dtype] == expected
+    here = Placement(Settings(mode=mode))
+    dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=here))
+    assert [str(here.device), here.threads, dtype] == expected
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
     assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
@@ -126,15 +132,21 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
             done.append(f"{backend} {len(ranks)}")
         return new_group(ranks, timeout, backend)
 
+    def record_watch(here, awaited, seconds, limit):
+        done.extend(re.findall(r"NCCL_P2P_DISABLE=1", awaited))
+        return threading.Event()
+
     torch.cuda.device_count = lambda: num_gpus
     torch.cuda.set_device = lambda device: done.append(str(device))
+    torch.cuda.synchronize = lambda device: done.append("connected")
+    Placement.watch = record_watch
     os.sched_getaffinity = lambda _: set(range(8))
     os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}")
     dist.new_group = record_group
     dist.all_reduce = lambda tensor, group: done.append(f"from {tensor.device}")
-    placement = Placement(Settings())
-    placement.join({})
-    return placement.devices, done
+    here = Placement(Settings())
+    here.join({})
+    return here.devices, done
 
 
 def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
@@ -144,9 +156,23 @@ def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
     assert in_ranks(2, join_with_gpus, 1) == [
         (["cuda:0", "cpu"], [where, "gloo 2"]) for where in ("cuda:0", cores[1])]
     devices = ["cuda:0", "cuda:1", "cuda:2"]
-    steps = [[gpu, "nccl 3", f"from {gpu}", "nccl 2", f"from {gpu}"] for gpu in devices]
+    connects = "NCCL_P2P_DISABLE=1"
+    steps = [[gpu, "nccl 3", connects, f"from {gpu}", "connected",
+              "nccl 2", connects, f"from {gpu}", "connected"] for gpu in devices]
     assert in_ranks(3, join_with_gpus, 3) == [
-        (devices, steps[0]), (devices, steps[1]), (devices, steps[2][:-1])]
+        (devices, steps[0]), (devices, steps[1]), (devices, steps[2][:-3])]
+
+
+def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    here = Placement(Settings())
+    here.watch("nothing", 0.1, 0.2).set()
+    here.watch("NCCL", 0.2, 0.4)
+    time.sleep(1)
+    hint, end = capsys.readouterr().err.splitlines()
+    assert hint == "rank 0 waits for NCCL" and statuses == [2]
+    assert end.endswith(": error: 0.4 seconds are over: rank 0 waits for NCCL")
 
 
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
@@ -348,6 +374,63 @@ def test_a_killed_rank_on_a_gpu_ends_the_other(gpus):
         assert not psutil.wait_procs(ranks, timeout=20)[1]
         said = process.stderr.read().decode()
         assert ("the draft's rank has ended with status -9" in said) == (victim == 1), said
+
+
+# ---- what every rank did, and when ----
+
+def run_traced(folder: Path, apart: bool) -> tuple[float, float]:
+    """A rank's job: the command, and when it began and ended, in microseconds. `apart`: as if each
+    rank had a machine."""
+    if apart:
+        socket.gethostname = lambda: os.environ["RANK"]
+    began = time.perf_counter()
+    saguaro.main(Settings(
+        prompt=("def f(x):", "class A:", "x"), batch_size=2, max_new_tokens=20, temperature=1.0,
+        device="cpu", trace=str(folder / "trace"), output=str(folder / "output")))
+    return 1e6 * began, 1e6 * time.perf_counter()
+
+
+@pytest.mark.parametrize("apart", (False, True))
+def test_the_trace_has_all_work_and_the_rounds_of_the_output(apart, tmp_path):
+    began, ended = in_ranks(2, run_traced, tmp_path, apart)[0]
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    kinds = {(event["pid"], event["ph"], event["name"]) for event in events}
+    work = {0: ["verify"], 1: ["trunk", "tree", "backup"]}
+    assert kinds == {(0, "i", "round"), *((rank, "M", "process_name") for rank in work),
+                     *((rank, "X", name) for rank in work for name in work[rank])}
+    name = [event["args"]["name"] for event in events if event["ph"] == "M"][1]
+    assert name.startswith("rank 1, cpu") and ("another machine" in name) == apart
+    spans = [[(event["ts"], event["ts"] + event["dur"]) for event in events
+              if (event["pid"], event["ph"]) == (rank, "X")] for rank in work]
+    for begin, end in sum(spans, []):
+        assert began < begin <= end < ended or apart
+    assert not apart or spans[0][0][0] == spans[1][0][0]
+    rounds = [event for event in events if event["ph"] == "i"]
+    outputs = map(json.loads, (tmp_path / "output").read_text().splitlines()[1:-1])
+    for prompt, output in enumerate(outputs):
+        told = [event["args"] for event in rounds if event["args"]["prompt"] == prompt]
+        tokens = [token for row in told for token in [*row["drafted"][:row["k"]], row["t*"]]]
+        assert tokens[:20] == output["tokens"] and [row["round"] for row in told[:2]] == [0, 1]
+        hits = [group[:-2] for group in output["group"] if group[-2:] == " 0"][1:]
+        assert [("miss", "hit")[row["hit"]] for row in told[1:]] == hits
+        assert all((row["source"] == "cache") == row["hit"] for row in told)
+    times = sorted({event["ts"] for event in rounds if event["args"]["round"] > 0})
+    for (_, verified), time_told in zip(spans[0], times, strict=True):
+        assert verified < time_told
+    for (next_begins, _), time_told in zip(spans[0][1:], times):
+        assert time_told < next_begins
+
+
+def test_work_on_a_gpu_is_an_nvtx_range_of_its_name(fake_graphs, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    clock = PacedClock(torch.device("cuda"))
+    for work in ("trunk", "tree"):
+        with clock(work):
+            calls.append("work")
+    assert calls == ["trunk", "work", "end", "tree", "work", "end"]
+    assert [work for work, _, _ in clock.read()["spans"]] == ["trunk", "tree"]
 
 
 # ---- CUDA graphs ----

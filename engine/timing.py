@@ -1,6 +1,6 @@
 """The times of each piece of work; work that takes as long as on other hardware."""
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ SPIN = 0.0003  # seconds by which a sleep may be late
 
 class PacedClock:
     """Records when each piece of a model's work began and ended: `with clock("verify"): ...`. A GPU
-    takes the times itself (CUDA events), so that the host need not wait for it.
+    takes the times itself (CUDA events), so that the host need not wait for it. There the work is
+    also an NVTX range of this name.
 
     With a `pace`, work takes at least so many seconds for every pass in it, as on hardware of that
     latency: work that was done sooner sleeps for the rest. This assumes that a pass takes as long
@@ -29,7 +30,9 @@ class PacedClock:
         start = self.now()
         begun = time.perf_counter()
         self.passes = 0
-        yield
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.nvtx.range(work) if on_gpu else nullcontext():
+            yield
         if self.pace:
             self.wait(begun + self.passes * self.pace)
         self.marks.append((work, start, self.now()))
