@@ -247,7 +247,7 @@ def test_rounds_on_gpus_write_the_same_texts(gpus, dtype, draft_device, eager):
 
 
 def decode_in_bfloat16(gpus) -> list[list[int]]:
-    """A rank's job: many sampled texts, and the memory in use after each batch."""
+    """A rank's job: many sampled texts."""
     gpus()
     decoder = decoder_on_gpus(torch.bfloat16, temperature=1, max_new_tokens=50)
     capture(decoder)
@@ -275,6 +275,7 @@ def memory_of_batches(gpus) -> list[int]:
     return used
 
 
+@slow
 @on_gpus(1)
 def test_memory_is_flat_over_batches(gpus):
     [used] = in_ranks(1, memory_of_batches, gpus)

@@ -140,15 +140,16 @@ class FakeCUDA(TorchDispatchMode):
         if FakeGraph.capturing and (crosses or name in READS):
             raise RuntimeError("operation not permitted when stream is capturing")
         known = {id(on_host(tensor)): tensor for tensor in tensors}  # changed in place
+        return on_device(operation(*on_host(arguments), **on_host(options)), target, known)
 
-        def at_target(computed):
-            if isinstance(computed, (list, tuple)):
-                return type(computed)(map(at_target, computed))
-            if id(computed) in known or target == CPU or not isinstance(computed, Tensor):
-                return known.get(id(computed), computed)
-            return FakeCUDATensor(computed, target)
 
-        return at_target(operation(*on_host(arguments), **on_host(options)))
+def on_device(computed, device: torch.device, known: dict[int, Tensor]):
+    """All tensors as tensors on the device, those whose numbers are `known` as what they were."""
+    if isinstance(computed, (list, tuple)):
+        return type(computed)(on_device(part, device, known) for part in computed)
+    if id(computed) in known or device == CPU or not isinstance(computed, Tensor):
+        return known.get(id(computed), computed)
+    return FakeCUDATensor(computed, device)
 
 
 def on_host(value):
