@@ -56,16 +56,16 @@ class Stats:
             self.hit_tokens += kept * hit
 
     def trace_round(self, number: int, now: float, speculation: Speculation, outcome: Outcome,
-                    rows: list[tuple[int, int, list[int]]]) -> None:
-        """Remember a round for --trace; `rows`: (row, tokens accepted, tokens kept)."""
-        drafted = speculation.tokens.tolist()
-        hit = (speculation.source == PRIMARY).tolist()
-        for row, k, _ in rows:
-            told = {"prompt": self.prefill_tokens - len(hit) + row, "round": number,
-                    "drafted": drafted[row], "source": "cache" if hit[row] else "backup",
-                    "hit": hit[row], "k": k, "t*": int(outcome.bonus[row])}
-            self.traced.append({"name": "round", "ph": "i", "s": "t", "pid": 0, "tid": 0,
-                                "ts": 1e6 * now, "args": told})
+                    last_round: list[tuple[int, int, list[int]]]) -> None:
+        """Remember a round for --trace; `last_round`: see `Sequences`."""
+        hits = (speculation.source == PRIMARY).tolist()
+        for row, k, _ in last_round:
+            told = {"prompt": self.prefill_tokens - len(hits) + row, "round": number,
+                    "drafted": speculation.tokens[row].tolist(), "hit": hits[row],
+                    "source": "cache" if hits[row] else "backup", "k": k,
+                    "t*": int(outcome.bonus[row])}
+            self.traced.append({"name": "round", "ph": "i", "pid": 0, "ts": 1e6 * now,
+                                "args": told})
 
     def add(self, spans: Sequence[tuple[str, float, float]] = (),
             pace: tuple[int, int] = (0, 0), guess_counts: list | None = None) -> None:
@@ -124,24 +124,18 @@ def choices(plan: Plan, downweight: float) -> dict[str, Any]:
 
 def write_trace(path: str, placement: Placement, stats: Stats) -> None:
     """Write the work of every rank, and the rounds, in Chrome's Trace Event Format (microseconds).
-    All ranks call this, and rank 0 writes."""
+    Ranks of one machine share its clock. All ranks call this, and rank 0 writes."""
     holds = {"verify": placement.holds_target}  # all other work is the draft's
     spans = [span for span in stats.spans if holds.get(span[0], placement.holds_draft)]
     ranks = [(socket.gethostname(), spans)] * placement.world_size
     if placement.world_size > 1:
         dist.all_gather_object(ranks, ranks[0])
-    begins = [min((start for _, start, _ in spans), default=0.0) for _, spans in ranks]
     events = stats.traced
     for rank, (machine, spans) in enumerate(ranks):
-        name = f"rank {rank}, {placement.devices[rank]}"
-        shift = 0.0
-        if machine != ranks[0][0]:
-            name += " of another machine, whose clock is set: its work begins with rank 0's"
-            shift = begins[0] - begins[rank]
-        track = {"pid": rank, "tid": 0}
-        events.append(track | {"name": "process_name", "ph": "M", "args": {"name": name}})
-        events += [track | {"name": work, "ph": "X", "ts": 1e6 * (start + shift),
-                            "dur": 1e6 * (end - start)} for work, start, end in spans]
+        name = f"rank {rank}, {placement.devices[rank]}, by the clock of {machine}"
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+        events += [{"name": work, "ph": "X", "pid": rank, "ts": 1e6 * start,
+                    "dur": 1e6 * (end - start)} for work, start, end in spans]
     if placement.rank == 0:
         with open_for_writing("--trace", path) as file:
             json.dump({"traceEvents": events}, file)
