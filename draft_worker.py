@@ -60,7 +60,7 @@ class DraftWorker:
         self.guess_counts = GuessCounts(plan.lookahead, self.num_guesses)
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
-        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # what q is like
+        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # as q
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
@@ -72,7 +72,7 @@ class DraftWorker:
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
 
     def allocate(self, rows: int, max_length: int) -> None:
-        """KV slots for the text, the K tokens that are verified, and K of every branch."""
+        """KV slots: for the text, for the K tokens under verification, for K of every branch."""
         self.model.allocate(rows, max_length, scratch=self.lookahead * (1 + self.plan.budget))
 
     # ---- while the target verifies ----
@@ -190,8 +190,8 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
 
 
 def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next. What lies
-    in slots of later steps is not seen."""
+    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next. Slots
+    of later steps are hidden."""
     still_empty = tree.slots[step + 1:].numel()
     visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
     slots = tree.slots[step].expand(len(tokens), -1)

@@ -8,7 +8,7 @@ all, in a fixed order; after each batch the draft's report follows:
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
-The paper's draft begins with a speculation from the prompt; ours, a departure, guesses v0.
+A departure: the paper's draft first speculates from the prompt; ours first guesses v0.
 
 Algorithm 1                                        here
 -----------                                        ----
@@ -87,8 +87,8 @@ def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
 
 def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
            max_length: int) -> None:
-    """The column of the other target ranks: their part of every pass. Rank 0 alone decides
-    outcomes, or rounding might make ranks differ."""
+    """What the other ranks of a shared target do: their part of every pass. Rank 0 alone decides
+    outcomes, because rounding could make ranks decide differently."""
     target.prefill(prompts, max_length, channel.lookahead)
     while True:
         outcome = channel.receive_outcome(len(prompts))

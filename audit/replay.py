@@ -28,7 +28,7 @@ class Text(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What the target says of every token of the texts, `[N]`, given all that precedes it."""
+    """How the target sees every token of the texts, `[N]`, given all that precedes the token."""
     uniform: torch.Tensor   # [N] in (0, 1): see `audit`
     previous: torch.Tensor  # [N] that of the token before; -1: it is the text's first
     place: torch.Tensor     # [N] in the text, from 0

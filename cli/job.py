@@ -1,4 +1,4 @@
-"""What every rank knows of a run before a model is loaded (configurations, prompts); loading."""
+"""What every rank reads before a run (configurations, prompts), and loading its models."""
 import sys
 from dataclasses import asdict
 from operator import index
@@ -18,12 +18,12 @@ from engine.tensor_parallel import check_shardable, load_sharded
 
 
 class Models(NamedTuple):
-    """What this rank decodes with; None: another rank holds it, or nobody needs it."""
+    """The models of this rank. None: another rank holds it, or nobody needs it."""
     target: CausalLM | None
     draft: CausalLM | None
     context: int         # the target's, in tokens
     vocab_size: int      # the target's
-    max_length: int = 0  # of the longest text to come, if known: buffers are made for it at once
+    max_length: int = 0  # tokens of the longest text to come, if known: buffers are made once
 
     def set_pace(self, milliseconds: tuple[float, float]) -> None:
         """Let a pass of the target, and of the draft, take at least so long; 0: as it comes."""
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """--dtype, or what suits the device; name it if a target's GPUs differ."""
+        """--dtype; auto: what suits the device. Name a type if the GPUs of one target differ."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
         if not self.placement.on_gpus:

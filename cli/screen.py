@@ -36,8 +36,9 @@ def can_show_colours() -> bool:
 
 
 class Display:
-    """Rank 0's screen: one prompt is streamed as it is verified, on a terminal in colours; of
-    several, a progress bar, and each text when its batch is done. And the file of --output."""
+    """What rank 0 shows. One prompt: its text, streamed as it is verified, on a terminal in
+    colours. Several: a progress bar, and each text when its batch has ended. It also writes the
+    file of --output."""
     PROMPT = "\x1b[2m"
     CACHE = "\x1b[94m"  # blue and orange, the figures' colours
     BACKUP = "\x1b[38;5;208m"
@@ -131,7 +132,7 @@ class Display:
 # ---- the summary ----
 
 def print_summary(job: Job, summary: dict[str, Any]) -> None:
-    """Print `Stats.summary()` and what it means. What was not seen is left out."""
+    """Print `Stats.summary()` and what it means. What was not measured is left out."""
     settings = job.settings
     placement = job.placement
     print(f"{summary['tokens']} tokens with {settings.mode}:")

@@ -32,8 +32,8 @@ class Stats:
     log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
     spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
     traced: list[dict[str, Any]] = field(default_factory=list)  # rounds, as events of --trace
-    punctual_passes: int = 0    # of both models, in work that kept --pace
-    paced_passes: int = 0       # in all work with a pace
+    punctual_passes: int = 0    # of both models, in work done in time for --pace
+    paced_passes: int = 0       # in all paced work
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
     def count_round(self, is_prefill: bool, seconds: float,
@@ -85,9 +85,9 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """The statistics of `--output`; None: not seen. `acceptance_rate`: the maximum-likelihood a
-        of the paper's geometric model; T_p (a pre-speculation: trunk and tree) and T_b (a backup)
-        in units of a verification."""
+        """The statistics of `--output`; None: not measured. `acceptance_rate`: the a of
+        the paper's geometric model, by maximum likelihood. T_p (a pre-speculation: trunk and tree)
+        and T_b (a backup) are in units of a verification."""
         decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
         verify = self.mean_seconds("verify")
@@ -147,6 +147,6 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
     """The speedup over autoregressive decoding that Theorem 7 (in a batch, Cor. 16) predicts from
-    the parts measured. What was not seen, such as a miss, has no weight."""
+    the parts measured. What was not measured, such as E_miss without a miss, counts as 0."""
     parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
     return throughput(*parts, batch_size)

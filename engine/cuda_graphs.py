@@ -24,7 +24,7 @@ LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their l
 
 
 class CapturedGraph:
-    """A pass as a CUDA graph. Inputs are copied to where they lay when it was captured."""
+    """A pass as a CUDA graph. A replay copies its inputs to the addresses of the captured ones."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
                  stream: torch.cuda.Stream):
@@ -50,7 +50,7 @@ class CapturedGraph:
 
     def try_out(self) -> None:
         """Replay the pass once. Raises RuntimeError if that gives other logits."""
-        self.output.fill_(torch.nan)  # all that a replay gives is its own
+        self.output.fill_(torch.nan)  # so that nothing is left of the capture
         if differ(self.replay(self.inputs), self.expected):
             raise RuntimeError("the captured pass gives other logits")
         del self.expected
@@ -74,7 +74,7 @@ class GraphRunner:
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  visible: torch.Tensor) -> torch.Tensor:
-        """Logits `[B, n, V]`, of inputs and with effects as in `CausalLM.forward_eager`."""
+        """The same as `CausalLM.forward_eager`: logits `[B, n, V]`; keys and values are written."""
         kv = self.model.kv
         seen = visible.shape[-1]
         widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]

@@ -80,9 +80,9 @@ class CausalLM:
     row, `V` vocabulary."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits; a draft is given its target's, because embeddings are
-        padded differently within a family. What it has beyond V is never proposed; what it lacks
-        has q = 0, and is read as its last token."""
+        """`vocab_size`: the V of the logits. A draft is given its target's, because embeddings are
+        padded differently within a family: tokens beyond V are never proposed, and those that the
+        draft lacks have q = 0; in a text it reads its own last token in their place."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
@@ -222,9 +222,9 @@ def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens a text may have, prompt included: if it were longer, positions would be
-    unknown, all embedded anew (longrope), or some tokens dropped (Doge). Raises `UserError` for
-    what is no decoder with a context, or has layers that do not attend."""
+    """The most tokens that a text may have, prompt included. Beyond that, positions have no
+    embedding, or all are embedded anew (longrope), or tokens are dropped (Doge). Raises `UserError`
+    for a model that is no decoder with a context, or has layers that do not attend."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     ropes = (ropes, *ropes.values())  # one for all layers, or one for every type of layer

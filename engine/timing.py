@@ -1,4 +1,4 @@
-"""The times of each piece of work; work that takes as long as on other hardware."""
+"""Times every piece of work, and can let it take as long as on other hardware."""
 import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
