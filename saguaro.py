@@ -130,7 +130,7 @@ class Channel:
         message = torch.cat([source, speculation.tokens], 1).to(self.device)
         dist.broadcast(message, self.draft_rank, self.group)
         if speculation.q.numel():
-            dist.broadcast(speculation.q.to(self.device), self.draft_rank, self.group)
+            dist.broadcast(speculation.q.to(self.device, self.q_dtype), self.draft_rank, self.group)
 
     def receive_speculation(self, rows: int) -> Speculation:
         message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
