@@ -247,8 +247,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K. By Definition 11 one guess always misses. We halve that,
-    as in `geometric_fan_out`: F guesses miss with probability F^-r / 2, and 1 without a guess.
+    """p_hit of a cache of shape F_0..F_K. By Definition 11 a single guess would always miss. We
+    assume that it halves the misses: F guesses miss with probability F^-r / 2, none with 1.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5
@@ -262,7 +262,8 @@ def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
                   random_acceptance_rate: float, miss_exponent: float,
                   draft_pass: float) -> tuple[str, float]:
     """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: in verifications.
-    Where T_p > 1, misses cost more here than the theorem assumes, see `throughput`."""
+    Where T_p > 1, a miss costs more here than the theorem assumes, because `serve` ends its
+    pre-speculation first."""
     lookahead = len(fan_out) - 1
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(
