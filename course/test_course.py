@@ -13,14 +13,20 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+from cache import PRIMARY, Speculation
 from cli.job import Job
-from cli.settings import parse
+from cli.placement import Placement
+from cli.settings import Settings, parse
 from course import explain, grading, mark
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
 from course.options import ExplainSettings
+from saguaro import Channel
+from testing.shared import in_ranks
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -79,6 +85,13 @@ for b in range(B):
         visible[b, j, :length[b] + num_accepted[b, j]] = True
         visible[b, j, slots[:, j]] = True
 return Tree(length[:, None] + num_accepted, slots, visible)""",
+    "draft_worker.tree_pass": """
+logits = []
+for j, slot in enumerate(tree.slots[step]):
+    visible = tree.visible[:, j:j + 1, :slot + 1]  # its own tokens to come lie above
+    logits.append(model.forward(tokens[:, j:j + 1], tree.positions[:, j:j + 1] + step,
+                                slot.expand(len(tokens), 1), visible))
+return torch.cat(logits, 1)""",
     "draft_worker.DraftWorker.speculate": """
 self.advance(speculation, outcome)
 rows = range(len(outcome.bonus))
@@ -125,9 +138,15 @@ WRONG = (
      "p.gather(-1, tokens) / q.gather(-1, tokens)", "q.gather(-1, tokens) / p.gather(-1, tokens)"),
     ("sampling.residual", "not normalised", "(p - both) / left", "p - both"),
     ("sampling.residual", "nothing where p = q", "(p == q).all(-1, keepdim=True)", "left < 0"),
+    ("sampling.residual", "nothing where p is near q", "(p == q)",
+     "torch.isclose(p, q, atol=1e-3)"),
     ("sampling.verify", "u equal to the probability accepts", "k] <", "k] <="),
     ("sampling.verify", "bonus token from p", "residual(p[b, k], torch.cat([own, p[b, K:]])[k])",
      "p[b, k]"),
+    ("sampling.verify", "after all accepted, the residual against the last q",
+     "torch.cat([own, p[b, K:]])", "torch.cat([own, own[K - 1:], p[b, K:]])"),
+    ("sampling.verify", "the first row's p", "residual(p[b, k]", "residual(p[0, k]"),
+    ("sampling.verify", "k is a real number", "torch.tensor(ks)", "torch.tensor(ks).double()"),
     ("sampling.verify", "counts what follows a rejection", ".cumprod(1).sum(1)", ".sum(1)"),
     ("sampling.saguaro_distribution", "C is taken off the logits",
      "downweight * z.exp()", "(z - downweight).exp()"),
@@ -135,14 +154,33 @@ WRONG = (
      "return inverse_cdf(q, uniforms), self.probabilities(logits)"),
     ("sampling.Sampler.sample", "draws from q, reports sigma",
      "return inverse_cdf(q, uniforms)", "return inverse_cdf(self.probabilities(logits), uniforms)"),
+    ("sampling.Sampler.sample", "temperature, top-k and top-p ignored",
+     "self.probabilities(logits), fan_out", "logits.softmax(-1), fan_out"),
+    ("sampling.Sampler.sample", "no top-k beside a temperature", "q = saguaro",
+     "self.warpers = self.warpers[:1]\n        q = saguaro"),
+    ("sampling.Sampler.sample", "no top-p", "q = saguaro",
+     "self.warpers = [w for w in self.warpers if not hasattr(w, 'top_p')]\n        q = saguaro"),
+    ("sampling.Sampler.sample", "C before the temperature",
+     "saguaro_distribution(self.probabilities(logits), fan_out, self.downweight)",
+     "self.probabilities(\n"
+     "            saguaro_distribution(logits.softmax(-1), fan_out, self.downweight).log())"),
+    ("sampling.Sampler.sample", "the likeliest after C", "return logits.argmax(-1)",
+     "return saguaro_distribution(logits.softmax(-1), fan_out, self.downweight).argmax(-1)"),
     ("cache.acceptance_distribution", "1 - a for k = K, too",
      "+ [a ** lookahead]", "+ [a ** lookahead * (1 - a)]"),
     ("cache.geometric_fan_out", "no cap for k = K", "series[-1] *=", "1 or"),
     ("cache.geometric_fan_out", "rounds and loses count", "return whole",
      "return [round(F) for F in share]"),
     ("cache.geometric_fan_out", "not whole", "return whole", "return share"),
+    ("cache.geometric_fan_out", "whole, and yet no integers", "return whole",
+     "return [float(F) for F in whole]"),
     ("cache.likely_outcomes", "the first row's shape for all", "fan_out[b]", "fan_out[0]"),
     ("cache.matches", "k or t* will do", "same_k & same_bonus", "same_k | same_bonus"),
+    ("cache.matches", "one number for k and t*", "same_k & same_bonus",
+     "(100 * guesses.num_accepted + guesses.bonus\n"
+     "            == (100 * outcome.num_accepted + outcome.bonus)[:, None])"),
+    ("cache.SpeculationCache.look_up", "a sum over matches", "self.tokens[row, branch]",
+     "(match[..., None] * self.tokens).sum(1)"),
     ("cache.SpeculationCache.look_up", "q of the first branch",
      "self.q[row, branch]", "self.q[:, 0]"),
     ("cache.expected_tokens", "no bonus token", "lookahead + 1", "lookahead"),
@@ -174,10 +212,18 @@ SPECULATE = (  # of exercise 8a
     ("everything is a hit", "if not hit[b]", "if hit[b] < 0"),
     ("hits and misses exchanged", "if not hit[b]", "if hit[b]"),
     ("source exchanged", "if b in missed else PRIMARY", "if b not in missed else PRIMARY"),
+    ("always the neural backup", "BACKUPS[self.plan.backup](self)", "neural_backup(self)"),
+    ("a backup for every row that missed", "    drafted = BACKUPS",
+     "    for _ in missed:\n            drafted = BACKUPS"),
     ("nothing is timed", 'with self.clock("backup"):', "if True:"))
 PRE_SPECULATE = (  # of exercise 8b
     ("all uniform numbers are 0.5", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",
      "u = torch.full(tokens.shape, 0.5).double()"),
+    ("numbers that no seed decides", "self.uniforms[PRIMARY].draw(*tokens.shape)",
+     "torch.rand(tokens.shape).double()"),
+    ("numbers that another seed decides", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",
+     "self.own = getattr(self, 'own', None) or UniformStream(7, 1)\n"
+     "        u = self.own.draw(*tokens.shape)"),
     ("the same numbers every round", "self.uniforms[PRIMARY].draw", "UniformStream(step, 1).draw"),
     ("one number for all branches", "draw(*tokens.shape)", "draw(B, 1).expand(tokens.shape)"),
     ("one number for all rows", "draw(*tokens.shape)",
@@ -189,6 +235,8 @@ PRE_SPECULATE = (  # of exercise 8b
     ("F of the next step", "[PRIMARY][step]", "[PRIMARY][step + 1]"),
     ("F of the last step", "[PRIMARY][step]", "[PRIMARY][step - 1]"),
     ("F after a backup", "self.plan.fan_out[PRIMARY][step]", "self.plan.fan_out[BACKUP][step]"),
+    ("q of point masses in full", "torch.stack(all_q, -2)",
+     "torch.stack([q if q.shape[-1] else q.new_zeros(*q.shape[:-1], 9) for q in all_q], -2)"),
     ("no downweighting", "self.plan.fan_out[PRIMARY][step]", "0"),
     ("reports q, draws from sigma", "    all_q.append(q)",
      "    all_q.append(self.sampler.probabilities(logits) if q.shape[-1] else q)"),
@@ -209,6 +257,8 @@ PRE_SPECULATE = (  # of exercise 8b
      "tree_pass(self.model, tree, guesses.bonus, step)"),
     ("a step less", "in range(self.lookahead)", "in range(self.lookahead - 1)"),
     ("drafts without a budget", "if not sum(self.plan.fan_out[PRIMARY]):", "if False:"),
+    ("two trunk passes", "candidates = self", "candidates = self.trunk_pass(speculation)\n"
+     "    candidates = self"),
     ("joins the text at once", "start = int", "self.length = self.length + 1\nstart = int"),
     ("nothing is timed", 'with self.clock("tree"):', "if True:"))
 SERVE = (  # of exercise 8c; edits of the program's own
@@ -393,6 +443,31 @@ def test_guesses_are_expected_right_where_the_tree_overwrites_the_text(monkeypat
     assert f"expected  {right}" in said
 
 
+def test_a_failure_is_not_blamed_on_the_next_test(monkeypatch):
+    """The next one's budget is 0, so that it reads no clock but its own."""
+    body = DIFFERENT["draft_worker.DraftWorker.pre_speculate"]
+    said = failure(monkeypatch, "draft_worker.DraftWorker.pre_speculate",
+                   body.replace("u = self.uniforms[PRIMARY]", "u = self.no_such_stream"), "8b")
+    assert "AttributeError" in said
+    grading.test_8b(([0, 0, 0], [0, 0, 0]), 1.0, grading.IN_FLIGHT)
+
+
+def send_a_wide_q() -> list | None:
+    """Rank 1 draws from a q in float64, rank 0 expects float32: what arrives."""
+    placement = Placement(Settings(device="cpu"))
+    placement.join({})
+    channel = Channel(placement, 2, 3, torch.float32)
+    if placement.rank == 0:
+        return channel.receive_speculation(1).q.tolist()
+    q = torch.full((1, 2, 3), 0.25, dtype=torch.float64)
+    channel.send_speculation(Speculation(torch.tensor([[7, 8]]), q, torch.tensor([PRIMARY])))
+
+
+def test_an_answer_may_draw_from_a_wider_q():
+    """"float32 or wider", says exercise 3."""
+    assert in_ranks(2, send_a_wide_q, seconds=60)[0] == [[[0.25] * 3] * 2]
+
+
 FAN_OUTS = [case for values in grading.VALUES if values["function"] == "geometric_fan_out"
             for case in values["cases"] if case[0][0] < 50]
 
@@ -452,6 +527,45 @@ def test_contracts_name_what_the_draft_has():
     said = "".join(change["text"] for change in CONTENTS["docstring"])
     names = set(re.findall(r"self\.(\w+)", said))
     assert len(names) > 2 and all(hasattr(draft, name) for name in names), names
+
+
+def names_in(code: str) -> set[str]:
+    """What a module defines, uses or imports, and the words in its strings, docstrings apart."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        fields = dict(ast.iter_fields(node))
+        if isinstance(fields.get("value"), ast.Constant) and isinstance(node, ast.Expr):
+            fields["value"].value = ""  # a docstring: it is walked later, and says nothing
+        for field in ("id", "attr", "name", "arg", "module", "value"):
+            if isinstance(fields.get(field), str):
+                names.update(re.findall(r"\w+", fields[field]))
+    return names
+
+
+def test_what_the_hand_out_names_is_there(tmp_path):
+    """Modules; and names between backquotes in docstrings, comments, hints and sheets."""
+    write(tmp_path, list(EXERCISES))
+    given = {file.name: file.read_text("utf-8") for file in tmp_path.rglob("*")
+             if file.suffix in (".py", ".md", ".toml") and file.parent.name != "tiny"}
+    files = {Path(file).name for file in CONTENTS["afterwards"]} | set(given)
+    there = {*dir(torch), *dir(torch.Tensor)}
+    for file, text in given.items():
+        if file.endswith(".py"):
+            there |= names_in(text)
+    for file, text in given.items():
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        named = set(re.findall(r"[\w-]+\.(?:py|md|toml)\b", text))
+        assert named <= files, f"{file} names {named - files}"
+        for code in re.findall(r"`([^`]+)`", text):
+            if code.startswith(("python", "pip", "-m", ". ")):  # commands
+                continue
+            # without shapes and files
+            code = re.sub(r"\[[^]]*,[^]]*\]|[\w/]+\.(py|html|txt|jsonl)", "", code)
+            for name in re.findall(r"(?<![\w.'\"/-])[A-Za-z_]\w+(?:\.\w+)*(?![\w*])", code):
+                first, *others = name.split(".")
+                assert {first, *others} <= there, f"{file} names `{name}`"
+                if first in vars(grading) and others:
+                    assert hasattr(getattr(grading, first), others[0]), f"{file} names `{name}`"
 
 
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
