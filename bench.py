@@ -4,8 +4,10 @@ SSD pays where target and draft compute on devices of their own. So by default t
 it takes five times as long as on H100s (`engine.timing.PacedClock`); all else is real. This
 emulates latencies; it measures no GPU. Speed is that of decoding, without prefill.
 
-In the figures points are measured, and lines are predicted: hits and tokens are counted in runs
-without a pace, times are the pace's, and Theorem 7 (in a batch Corollary 16) gives the speed.
+`Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
+rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
+counts and the times of the pace. It measures its speed, at the pace. In the figures lines are
+predicted, and points are measured.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
@@ -15,9 +17,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import json
 import platform
 import sys
-from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ from figures import draw
 from saguaro import Decoder, batches_of, plan, warm_up, workers
 
 NUM_PROMPTS = 12
-SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no paced point has more
+SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
 FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
 TEXTS = {"timeline": (1, 1)} | dict.fromkeys(("fan-out", "shape", "downweight", "batch"), (16, 6))
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
@@ -46,14 +47,13 @@ LINES = {  # of the comparison: changes of settings
     "SSD": {"budget": 24},
     "SSD, budget 64": {"budget": 64},
     "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
-SAMPLED_LINES = {
-    "SSD, budget 64, C = 0.75": {"budget": 64, "downweight": 0.75}}
+SAMPLED_LINES = {"SSD, budget 64, C = 0.75": {"budget": 64, "downweight": 0.75}}
 COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
 COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
     "hit_rate": "hits", "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
-Metrics = dict[str, Any]  # see `metrics_of`
+Metrics = dict[str, Any]  # see `row`
 
 
 class Point(NamedTuple):
@@ -61,14 +61,13 @@ class Point(NamedTuple):
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
-    counted: bool = False    # not measured: Theorem 7 on what is counted without a pace
 
 
-# ---- decoding ----
+# ---- what is counted, what is predicted, what is measured ----
 
 class Bench:
-    """Rank 0 holds the target and SD's draft, rank 1 SSD's draft. Both go through the same points
-    in the same order, and get the same metrics."""
+    """Rank 0 holds the target and SD's draft, rank 1 SSD's draft. Both make the same calls in the
+    same order. Rank 1 decodes its part of SSD, and gets rank 0's numbers."""
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
@@ -82,14 +81,11 @@ class Bench:
             self.sd_models = self.models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
-        for models in (self.models, self.sd_models):  # buffers, with graphs, that serve all points
-            target, draft = workers(largest, models)
-            if target:
-                target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
-            if draft:
-                draft.allocate(max(SLOWER), self.job.max_length)
-        self.decoders = {}  # by what is decoded, and how
-        self.done = []
+        target, draft = workers(largest, self.sd_models)
+        if target:  # buffers, with graphs, that serve all points
+            target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
+        draft.allocate(max(SLOWER), self.job.max_length)
+        self.stats = {}  # of what was decoded, by settings and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
         """The first prompts, `samples` times: each time 8 tokens shorter, so that texts differ."""
@@ -97,62 +93,73 @@ class Bench:
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts]]
 
+    def count(self, point: Point, texts: list[list[int]]) -> Metrics:
+        """The hits and tokens of a point's rounds. They do not depend on times, so no pass is
+        paced, and rows share passes."""
+        settings = self.settings_of(point)
+        changes = point.changes | {"pace": (0.0, 0.0), "batch_size": 8}
+        if largest_tells(settings):
+            changes |= {"mode": "ssd", "budget": LARGEST, "fan_out": "geometric",
+                        "acceptance_rate": 0.8, "miss_exponent": 1.0}
+        [stats] = self.decode([point._replace(changes=changes)], texts)
+        return counts_of(settings, stats)
+
+    def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
+        """The row of a point by theory: what is counted, and how long passes take at the pace.
+        Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
+        settings = self.settings_of(point)
+        target, draft = self.settings.pace
+        K = settings.lookahead
+        times = {"T_v in ms": target,
+                 "T_p": (K + 1) * draft / target if settings.mode == "ssd" else None,
+                 "T_b": K * draft / target if settings.backup == "neural" else 0.0}
+        return row(point, settings, self.count(point, texts) | times)
+
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
-        """The metrics of every point. What was decoded before is not decoded again."""
-        decoders = [self.decoder(point, texts) for point in points]
-        new = [decoder for decoder in dict.fromkeys(decoders) if decoder not in self.done]
-        if new:
-            self.decode_in_turns(new, texts)
-        self.done += new
-        found = [None]
-        if self.leads:
-            found = [[metrics_of(point, self.settings_of(point), decoder.stats)
-                      for point, decoder in zip(points, decoders)]]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        """The rows of these points by the clock."""
+        found = self.decode(points, texts[:NUM_PROMPTS * SAMPLES])
+        return [measured_row(point, self.settings_of(point), stats)
+                for point, stats in zip(points, found)]
 
     def settings_of(self, point: Point) -> Settings:
         pace = [SLOWER[point.changes.get("batch_size", 1)] * ms for ms in self.settings.pace]
-        return self.settings.to_settings(
-            ignore_eos=True, max_new_tokens=self.settings.max_new_tokens, pace=pace,
-            **point.changes)
+        always = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens, "pace": pace}
+        return self.settings.to_settings(**always | point.changes)
 
-    def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
-        """The decoder whose run tells of this point. Points with the same settings and texts, such
-        as those that are counted with the `LARGEST` budget, share it."""
-        settings = self.settings_of(point)
-        if point.counted:
-            settings = to_count(settings)
-        key = f"{settings} {len(texts)}"
-        if key not in self.decoders:
-            models = (self.sd_models, None)
-            if settings.mode == "ssd":
-                models = (self.models, self.job.placement)
-            if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
-                warm_up(settings, *models, texts)
-            self.decoders[key] = Decoder(settings, *models)
-        return self.decoders[key]
-
-    def decode_in_turns(self, decoders: list[Decoder], texts: list[list[int]]) -> None:
-        """A batch with every decoder, then the next. Rank 1 has no part in AR and SD."""
+    def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
+        """Rank 0's statistics of every point, on both ranks. No point is decoded twice. All decode
+        their first batch, then their next, so that what disturbs the machine disturbs all."""
+        keys = [f"{self.settings_of(point)} {len(texts)}" for point in points]
+        new = {key: self.decoder(point, texts)
+               for key, point in dict(zip(keys, points)).items() if key not in self.stats}
         batches = []
-        for decoder in decoders:
-            own = texts[:NUM_PROMPTS * SAMPLES if any(decoder.settings.pace) else None]
-            if decoder.settings.mode == "ar":  # its speed is that of any text
-                own = texts[:NUM_PROMPTS]
-            batches.append(batches_of(own, decoder.settings.batch_size))
+        for decoder in new.values():
+            few = NUM_PROMPTS if decoder.settings.mode == "ar" else None  # any text has its speed
+            batches.append(batches_of(texts[:few], decoder.settings.batch_size))
         look = {"leave": False}
         if not sys.stderr.isatty():
-            look = {"bar_format": "batch {n} of {total}, {elapsed}\n", "mininterval": 20}
+            look = dict(bar_format="batch {n} of {total}, {elapsed}\n", mininterval=20, delay=20)
         for turn in tqdm(list(zip_longest(*batches)), disable=not self.leads, **look):
-            for decoder, batch in zip(decoders, turn):
+            for decoder, batch in zip(new.values(), turn):
                 if batch and (self.leads or decoder.settings.mode == "ssd"):
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier(self.job.placement.patient_group)
+        found = [{key: decoder.stats for key, decoder in new.items()}]
+        dist.broadcast_object_list(found, 0)
+        self.stats |= found[0]
+        return [self.stats[key] for key in keys]
 
+    def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
+        """A decoder for this point; on GPUs it has warmed up."""
+        settings = self.settings_of(point)
+        models = (self.sd_models, None)
+        if settings.mode == "ssd":
+            models = (self.models, self.job.placement)
+        if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
+            warm_up(settings, *models, texts)
+        return Decoder(settings, *models)
 
-# ---- from what was decoded to a point ----
 
 def largest_tells(settings: Settings) -> bool:
     """True if what is drafted does not depend on the cache. Then one run with the `LARGEST` budget
@@ -160,59 +167,50 @@ def largest_tells(settings: Settings) -> bool:
     return settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
 
 
-def to_count(settings: Settings) -> Settings:
-    """The settings to decode with in order to count the hits and tokens of `settings`."""
-    settings = replace(settings, pace=(0.0, 0.0), batch_size=8)
+def counts_of(settings: Settings, stats: Stats) -> Metrics:
+    """The hits and tokens of these settings, from the `stats` of the run that counts them. Counts
+    of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
+    right."""
+    names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
+    counts = {name: stats.summary()[name] for name in names}
+    counts["guess_counts"] = torch.tensor(stats.guess_counts)
     if largest_tells(settings):
-        settings = replace(settings, mode="ssd", budget=LARGEST, fan_out="geometric",
-                           acceptance_rate=0.8, miss_exponent=1.0)
-    return settings
+        table = counts["guess_counts"].sum(0)
+        table[0, 0] += stats.prefill_tokens
+        counts["hit_rate"] = counted_hit_rate(table, plan(settings).fan_out[PRIMARY])
+        counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
+    return counts
 
 
-def metrics_of(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """The metrics of one point, by the names the axes use. Where the pace is slower for a batch,
-    speeds are shown as if it were not."""
+def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
+    """The row of a point as it was decoded. Speed is that of the rounds in which all rows are
+    active. Where the pace is slower for a batch, times are shown as if it were not."""
+    slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
+    rounds = [(tokens, seconds) for active, tokens, seconds in stats.log
+              if active == settings.batch_size]
+    tokens, seconds = map(sum, zip(*rounds))
+    parts = stats.summary() | {
+        "T_v in ms": 1000 * stats.mean_seconds("verify") / slower, "spans": stats.spans,
+        "guess_counts": torch.tensor(stats.guess_counts)}
+    return row(point, settings, parts, slower * tokens / seconds)
+
+
+def row(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
+    """A row of a table, by the names that figures use for axes. `parts`: the values that Theorem 7
+    takes, and others to show. `speed`: tokens a second as measured; None: as Theorem 7, in a batch
+    Corollary 16, predicts."""
     rows = settings.batch_size
-    slower = SLOWER[rows] if any(settings.pace) else 1
-    f = stats.summary()
-    f |= {"T_v in ms": 1000 * stats.mean_seconds("verify"), "spans": stats.spans,
-          "guess_counts": torch.tensor(stats.guess_counts)}
-    if point.counted:
-        f = predicted(settings, f, stats.prefill_tokens)
-    by_theorem_7 = 1000 * slower * rows * theorem_7(f, rows) / f["T_v in ms"]
-    speed = by_theorem_7
-    if not point.counted:  # by the rounds in which all rows are active
-        rounds = [(tokens, seconds) for active, tokens, seconds in stats.log if active == rows]
-        tokens, seconds = map(sum, zip(*rounds))
-        speed = slower * tokens / seconds
-    return f | {
-        "name": point.name, "value": point.value, "counted": point.counted, "with": point.changes,
-        "hit_rate": f["hit_rate"] if settings.mode == "ssd" else None,  # None draws no line
+    by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / parts["T_v in ms"]
+    shown = by_theorem_7 if speed is None else speed
+    return parts | {
+        "name": point.name, "value": point.value, "counted": speed is None, "with": point.changes,
+        "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None draws no line
         "lookahead": 0 if settings.mode == "ar" else settings.lookahead, "C": settings.downweight,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
-        "backup": settings.backup, f"hit rate, {settings.backup} backup": f["hit_rate"],
-        "tokens/s": speed, "Theorem 7": by_theorem_7,
-        "tokens a verification": speed / slower / rows * f["T_v in ms"] / 1000,  # of one row
-        "measured / Theorem 7": None if point.counted else speed / by_theorem_7}
-
-
-def predicted(settings: Settings, f: Metrics, num_texts: int) -> Metrics:
-    """The values that Theorem 7 takes: hits and tokens as counted, times by the pace. The counts of
-    guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is right.
-    Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
-    parts = {name: f.get(name) for name in ("tokens_per_round", "acceptance_rate", "hit_rate",
-                                            "E_hit", "E_miss", "guess_counts")}
-    if largest_tells(settings):
-        table = f["guess_counts"].sum(0)
-        table[0, 0] += num_texts
-        parts["hit_rate"] = counted_hit_rate(table, plan(settings).fan_out[PRIMARY])
-        parts["E_hit"] = f["tokens_per_round"]
-        parts["E_miss"] = f["tokens_per_round"]
-    target, draft = settings.pace
-    K = settings.lookahead
-    return parts | {"T_v in ms": target,
-                    "T_p": (K + 1) * draft / target if settings.mode == "ssd" else None,
-                    "T_b": K * draft / target if settings.backup == "neural" else 0.0}
+        "backup": settings.backup, f"hit rate, {settings.backup} backup": parts["hit_rate"],
+        "tokens/s": shown, "Theorem 7": by_theorem_7,
+        "tokens a verification": shown / rows * parts["T_v in ms"] / 1000,  # of one row
+        "measured / Theorem 7": None if speed is None else speed / by_theorem_7}
 
 
 # ---- the comparison ----
@@ -245,8 +243,8 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
     """The K with which these settings are fastest by Theorem 7 on what is counted, so the same in
     every launch. A pre-speculation may take a tenth longer than its passes."""
-    points = [Point("", K, changes | {"lookahead": K}, counted=True) for K in LOOKAHEADS]
-    found = bench.measure(points, bench.texts(*FEW))
+    points = [Point("", K, changes | {"lookahead": K}) for K in LOOKAHEADS]
+    found = [bench.predict(point, bench.texts(*FEW)) for point in points]
     speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}) for f in found]
     return LOOKAHEADS[speeds.index(max(speeds))]
 
@@ -267,17 +265,21 @@ def bounds(f: Metrics, sd: Metrics) -> str:
 # ---- sweeps: the figures ----
 
 def sweep(bench: Bench, name: str) -> list[Metrics]:
-    """Measure and count the points of a figure, and draw it."""
-    settings = bench.settings
+    """Predict and measure the points of a figure, and draw it."""
     texts = bench.texts(*TEXTS.get(name, FEW))
-    points_of = sweep_points(settings)
-    points = [point for point in points_of[name]
-              if point.changes.get("batch_size", 1) <= len(bench.prompts)]
+    sweeps = sweep_points(bench.settings, len(bench.prompts))
+    to_predict, to_measure = sweeps[name]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
-        fits = {f["value"]: fit_shape(f["guess_counts"][PRIMARY])
-                for f in bench.measure(points_of["fan-out"], texts)}
-        points = [point._replace(changes=point.changes | fits[point.value]) for point in points]
-    found = bench.measure(points, texts)
+        heats, _ = sweeps["fan-out"]
+        fits = {point.value: fit_shape(bench.count(point, texts)["guess_counts"][PRIMARY])
+                for point in heats}
+        to_predict = [point._replace(changes=point.changes | fits[point.value])
+                      for point in to_predict]
+    if not any(bench.settings.pace):  # nobody knows how long a pass takes, so all is measured
+        to_measure = to_predict or to_measure
+        to_predict = []
+    found = [bench.predict(point, texts) for point in to_predict]
+    found += bench.measure(to_measure, texts)
     if bench.leads:
         draw.figure(bench, name, found)
         if found:
@@ -288,36 +290,33 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     return found
 
 
-def sweep_points(settings: BenchSettings) -> dict[str, list[Point]]:
-    """The points of every figure."""
-    warm = settings.temperature or 1.0  # of figures at one temperature
+def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[list[Point]]]:
+    """The points of every figure: those to predict, which are its lines, and those to measure."""
+    warm = {"temperature": settings.temperature or 1.0}  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
-    shares = (1.0, 0.75, 0.5, 0.25, 0.0)
-    lookaheads = range(1, 9)
-    sizes = tuple(SLOWER)
+    sizes = [size for size in SLOWER if size <= num_prompts]
 
-    def line(name: str, axis: str, counted: tuple, measured: tuple, **changes) -> list[Point]:
-        changes = {"lookahead": 7, "budget": 24} | changes  # as the authors' engine
-        if not any(settings.pace):  # nobody knows how long a pass takes, so all is measured
-            measured = counted or measured
-            counted = ()
-        return ([Point(name, value, changes | {axis: value}, counted=True) for value in counted]
-                + [Point(name, value, changes | {axis: value}) for value in measured])
+    def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
+        """`predicted`, `measured`: values on the axis; `lines`: (name, changes of settings)."""
+        engine = {"lookahead": 7, "budget": 24}  # as the authors'
+        return [[Point(name, value, engine | changes | {axis: value})
+                 for name, changes in lines for value in values]
+                for values in (predicted, measured)]
 
     return {
-        "timeline": line("SD", "temperature", (), (0.0,), mode="sd", lookahead=5)
-        + line("SSD", "temperature", (), (0.0,)),
-        "fan-out": line("random backup", "temperature", heats, (), backup="random"),
-        "shape": [point for fan_out in ("geometric", "uniform") for backup in ("neural", "random")
-                  for point in line(fan_out, "temperature", heats, (), fan_out=fan_out,
-                                    backup=backup)],
-        "downweight": line("SSD", "downweight", shares, (1.0, 0.5), temperature=warm),
-        "residual": [],
-        "batch": [point for backup in ("neural", "random")
-                  for point in line(f"{backup} backup", "batch_size", sizes, sizes, lookahead=3,
-                                    temperature=warm, backup=backup)],
-        "lookahead": line("SSD", "lookahead", lookaheads, (3, 5, 7))
-        + line("SD", "lookahead", lookaheads, (3, 5, 7), mode="sd")}
+        "timeline": points("temperature", (), (0.0,),
+                           ("SD", {"mode": "sd", "lookahead": 5}), ("SSD", {})),
+        "fan-out": points("temperature", heats, (), ("random backup", {"backup": "random"})),
+        "shape": points("temperature", heats, (), *[
+            (fan_out, {"fan_out": fan_out, "backup": backup})
+            for fan_out in ("geometric", "uniform") for backup in ("neural", "random")]),
+        "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
+        "residual": points("temperature", (), ()),
+        "batch": points("batch_size", sizes, sizes, *[
+            (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})
+            for backup in ("neural", "random")]),
+        "lookahead": points("lookahead", range(1, 9), (3, 5, 7),
+                            ("SSD", {}), ("SD", {"mode": "sd"}))}
 
 
 # ---- tables; Corollary 16 against logs of GPUs ----
@@ -337,7 +336,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
         print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
 
 
-def predict() -> None:
+def compare_with_logs() -> None:
     """Print how long the rounds of published logs take by Corollary 16, and as measured."""
     columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", "verification", "round",
                "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
@@ -355,7 +354,7 @@ def predict() -> None:
 
 def main(settings: BenchSettings) -> None:
     if settings.predict:
-        return predict()
+        return compare_with_logs()
     if settings.out is not None:  # refuse at once what could not be written at the end
         open_for_writing("--out", settings.out, "a", settings.prompts).close()
     if settings.sweep:

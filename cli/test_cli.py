@@ -890,18 +890,43 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
     bench = importlib.import_module("bench")
-    counted = {"tokens_per_round": 1.5, "hit_rate": 1.0,
-               "guess_counts": torch.tensor([[[1, 1, 0, 0], [0, 0, 1, 0]],
-                                             [[0, 0, 0, 1], [1, 0, 0, 0]]])}
+    stats = Stats(1, tokens=10, prefill_tokens=1, row_rounds=6, hits=6, hit_tokens=9)
+    stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
-        settings = Settings(lookahead=1, fan_out=fan_out, pace=(100, 10))
-        assert bench.to_count(settings).budget == 64
-        assert bench.predicted(settings, counted, 1)["hit_rate"] == pytest.approx(hits / 6)
+        counts = bench.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
+        assert counts["hit_rate"] == pytest.approx(hits / 6)
+        assert counts["E_hit"] == counts["E_miss"] == 1.5
     for change, hit_rate in (({"backup": "lookup"}, 1.0), ({"downweight": 0.5}, 1.0),
                              ({"mode": "sd", "lookahead": 1}, 0.0)):
-        settings = Settings(pace=(100, 10), **change)
-        assert bench.predicted(settings, counted, 1)["hit_rate"] == hit_rate
+        assert bench.counts_of(Settings(**change), stats)["hit_rate"] == hit_rate
+
+
+def test_the_benchmark_counts_predicts_and_measures():
+    """It counts without a pace, and predicts with the times of the pace, by Theorem 7. It measures
+    at the pace, here twice as slow for 4 rows; the last round has only one row."""
+    bench_py = importlib.import_module("bench")
+    bench = object.__new__(bench_py.Bench)
+    bench.settings = BenchSettings(pace=(100, 10), lookahead=2, budget=24)
+    decoded = []
+    stats = Stats(2, tokens=14, prefill_tokens=4, row_rounds=5, hits=5, hit_tokens=10,
+                  log=[(4, 8, 0.25), (1, 2, 0.25)], spans=[("verify", 0.0, 0.2)])
+    stats.guess_counts = [[[8] + [0] * 64] * 3, [[0] * 65] * 3]  # the first guess is right
+
+    def decode(points, texts):
+        decoded.extend(bench.settings_of(point) for point in points)
+        return [stats] * len(points)
+
+    bench.decode = decode
+    point = bench_py.Point("SSD", 4, {"batch_size": 4})
+    predicted = bench.predict(point, [[1]])
+    [measured] = bench.measure([point], [[1]])
+    assert [(s.pace, s.batch_size, s.budget) for s in decoded] == [
+        ((0.0, 0.0), 8, 64), ((200, 20), 4, 24)]
+    assert (predicted["T_v in ms"], predicted["T_p"], predicted["T_b"]) == (100, 0.3, 0.2)
+    assert predicted["counted"] and predicted["tokens/s"] == pytest.approx(1000 * 4 * 2 / 100)
+    assert not measured["counted"] and measured["T_v in ms"] == pytest.approx(100)
+    assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
 
 
 def test_the_benchmark_predicts_the_rounds_of_logs_by_corollary_16():
