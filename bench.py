@@ -1,13 +1,14 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
-SSD pays where target and draft compute on devices of their own. So by default their work is paced:
-it takes five times as long as on H100s (`engine.timing.PacedClock`); all else is real. This
-emulates latencies; it measures no GPU. Speed is that of decoding, without prefill.
+SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, they
+are measured as they are. Elsewhere their work is paced: it takes five times as long as on H100s
+(`engine.timing.PacedClock`); all else is real. This emulates latencies; it measures no GPU. Speed
+is that of decoding, without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
-counts and the times of the pace. It measures its speed, at the pace. In the figures lines are
-predicted, and points are measured.
+counts and three times, which are the pace's, or those of a few texts. It measures its speed. In the
+figures lines are predicted, and points are measured.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
@@ -16,8 +17,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import json
 import platform
+import shutil
+import subprocess
 import sys
 from itertools import zip_longest
+from pathlib import Path
+from statistics import median
 from typing import Any, Iterable, NamedTuple
 
 import torch
@@ -39,15 +44,9 @@ SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no mea
 FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
 TEXTS = {"timeline": (1, 1)} | dict.fromkeys(("fan-out", "shape", "downweight", "batch"), (16, 6))
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
-LOOKAHEADS = range(3, 9)  # among which each line of the comparison has its best
-LARGEST = 64  # budget: so many guesses tell the hits of every smaller cache
-LINES = {  # of the comparison: changes of settings
-    "AR": {"mode": "ar"},
-    "SD": {"mode": "sd"},
-    "SSD": {"budget": 24},
-    "SSD, budget 64": {"budget": 64},
-    "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
-SAMPLED_LINES = {"SSD, budget 64, C = 0.75": {"budget": 64, "downweight": 0.75}}
+LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
+BUDGETS = (8, 16, 24, 32, 48, 64)  # among which a line has the largest that keeps T_p <= 1
+LARGEST = BUDGETS[-1]  # so many guesses tell the hits of every smaller cache
 COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
 COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
@@ -73,7 +72,10 @@ class Bench:
         self.settings = settings
         self.job = Job(settings)
         if self.job.placement.world_size != 2:
-            raise UserError("bench.py measures one target rank and one draft rank: start two")
+            raise UserError(
+                "bench.py measures one target rank and one draft rank: start two, or, for a target "
+                "on several GPUs, run torchrun --nproc-per-node N saguaro.py --prompts FILE with "
+                "--mode ar and sd, and with ssd on one GPU more, and compare what they print")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
         self.sd_models = self.models
@@ -105,15 +107,35 @@ class Bench:
         return counts_of(settings, stats)
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
-        """The row of a point by theory: what is counted, and how long passes take at the pace.
+        """The row of a point by theory: what is counted, and how long its pieces of work take.
         Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
         settings = self.settings_of(point)
-        target, draft = self.settings.pace
-        K = settings.lookahead
-        times = {"T_v in ms": target,
-                 "T_p": (K + 1) * draft / target if settings.mode == "ssd" else None,
-                 "T_b": K * draft / target if settings.backup == "neural" else 0.0}
+        verification, tree_pass, backup_pass = self.times(settings)
+        K = 0 if settings.mode == "ar" else settings.lookahead
+        times = {"T_v in ms": verification,
+                 "T_p": (K + 1) * tree_pass / verification if settings.mode == "ssd" else None,
+                 "T_b": K * backup_pass / verification if settings.backup == "neural" else 0.0}
         return row(point, settings, self.count(point, texts) | times)
+
+    def times(self, settings: Settings) -> tuple[float, float, float]:
+        """Milliseconds of a verification, of one of the K + 1 passes of a pre-speculation, and of
+        one of the backup's K passes: those of the pace. Without a pace they are learned: a few
+        texts are decoded with this budget, and with none, so that every round misses."""
+        target, draft = self.settings.pace
+        if target:
+            return target, draft, draft
+        K = self.settings.lookahead
+        changes = {"lookahead": K, "batch_size": settings.batch_size,
+                   "temperature": settings.temperature}
+        budgets = (max(1, settings.budget), 0)
+        points = [Point("", 0, changes | {"budget": budget}) for budget in budgets]
+        with_cache, without = self.decode(points, self.texts(max(3, settings.batch_size), 1))
+
+        def ms(stats: Stats, work: str) -> float:
+            return 1000 * median(stats.seconds_of(work))
+
+        pre_speculation = ms(with_cache, "trunk") + ms(with_cache, "tree")
+        return ms(with_cache, "verify"), pre_speculation / (K + 1), ms(without, "backup") / K
 
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
         """The rows of these points by the clock."""
@@ -216,19 +238,20 @@ def row(point: Point, settings: Settings, parts: Metrics, speed: float | None = 
 # ---- the comparison ----
 
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
-    """AR, SD and SSD, each with its best K; unpaced with the K and the budget of the command
-    line."""
-    settings = bench.settings
-    paced = any(settings.pace)
-    lines = {mode.upper(): {"mode": mode} for mode in ("ar", "sd", "ssd")}
-    if paced:
-        lines = LINES | (SAMPLED_LINES if temperature else {})
-    points = []
-    for name, changes in lines.items():
-        changes = changes | {"temperature": temperature, "lookahead": settings.lookahead}
-        if paced and not settings.quick and name != "AR":
-            changes["lookahead"] = best_lookahead(bench, changes)
-        points.append(Point(name, temperature, changes))
+    """AR, SD and SSD, each with its best K."""
+    texts = bench.texts(*FEW)
+    heat = {"temperature": temperature}
+    largest = largest_budget(bench, at_best_lookahead(bench, heat | {"budget": 24}, texts), texts)
+    lines = {
+        "AR": {"mode": "ar"},
+        "SD": {"mode": "sd"},
+        "SSD": {"budget": 24},
+        f"SSD, budget {largest}": {"budget": largest},
+        "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
+    if temperature:
+        lines[f"SSD, budget {largest}, C = 0.75"] = {"budget": largest, "downweight": 0.75}
+    points = [Point(name, temperature, at_best_lookahead(bench, heat | changes, texts))
+              for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
     ar, sd, *_ = found
     for f in found:
@@ -240,13 +263,25 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     return found
 
 
-def best_lookahead(bench: Bench, changes: dict[str, Any]) -> int:
-    """The K with which these settings are fastest by Theorem 7 on what is counted, so the same in
-    every launch. A pre-speculation may take a tenth longer than its passes."""
+def at_best_lookahead(bench: Bench, changes: dict[str, Any],
+                      texts: list[list[int]]) -> dict[str, Any]:
+    """These changes, and the K with which they are fastest by Theorem 7 (in a batch Cor. 16); at a
+    pace the same in every launch. A pre-speculation may take a tenth longer than its passes. AR has
+    no K; a quick run takes --lookahead."""
+    if bench.settings.quick or changes.get("mode") == "ar":
+        return {"lookahead": bench.settings.lookahead} | changes
     points = [Point("", K, changes | {"lookahead": K}) for K in LOOKAHEADS]
-    found = [bench.predict(point, bench.texts(*FEW)) for point in points]
-    speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}) for f in found]
-    return LOOKAHEADS[speeds.index(max(speeds))]
+    found = [bench.predict(point, texts) for point in points]
+    speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}, f["batch size"]) for f in found]
+    return points[speeds.index(max(speeds))].changes
+
+
+def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]) -> int:
+    """The largest of `BUDGETS` with which pre-speculation takes no longer than a verification; the
+    smallest if none does."""
+    found = [bench.predict(Point("", budget, changes | {"budget": budget}), texts)
+             for budget in BUDGETS]
+    return max([f["budget"] for f in found if f["T_p"] <= 1], default=BUDGETS[0])
 
 
 def bounds(f: Metrics, sd: Metrics) -> str:
@@ -275,9 +310,6 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
                 for point in heats}
         to_predict = [point._replace(changes=point.changes | fits[point.value])
                       for point in to_predict]
-    if not any(bench.settings.pace):  # nobody knows how long a pass takes, so all is measured
-        to_measure = to_predict or to_measure
-        to_predict = []
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
@@ -352,6 +384,21 @@ def compare_with_logs() -> None:
         print_table(f"{log['pair']}; times in ms", columns, log["rounds"])
 
 
+def machine(bench: Bench) -> dict[str, Any]:
+    """What was measured, and on what."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    driver = None
+    if num_gpus and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    names = [bench.settings.target, bench.settings.draft]
+    return {"machine": platform.platform(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)], "driver": driver,
+            "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),
+            "models": ["/".join(Path(name).parts[-2:]) for name in names]}
+
+
 def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
@@ -360,10 +407,12 @@ def main(settings: BenchSettings) -> None:
     if settings.sweep:
         open_for_writing("--figures", f"{settings.figures}/{SWEEPS[0]}.svg", "a").close()
     bench = Bench(settings)
+    if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
+        settings.pace = (0.0, 0.0)
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
-    if bench.leads and not settings.quick:
+    if bench.leads and any(settings.pace) and not settings.quick:
         minutes = sum(12 if name == "comparison" else 2.5 for name in names)
         print(f"about {minutes:.0f} minutes on two quiet cores", file=sys.stderr, flush=True)
     results = []
@@ -373,15 +422,11 @@ def main(settings: BenchSettings) -> None:
         else:
             found = sweep(bench, name)
         results += [{"sweep": name} | f for f in found]
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    machine = {"machine": platform.platform(), "torch": torch.__version__,
-               "transformers": transformers.__version__,
-               "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)]}
     if bench.leads:
-        print(f"\n{machine}")
+        print(f"\n{machine(bench)}")
     if bench.leads and settings.out is not None:
         results = [{key: value for key, value in f.items()
                     if not isinstance(value, (list, torch.Tensor))} for f in results]
         with open_for_writing("--out", settings.out) as file:
-            json.dump({"machine": machine, "arguments": sys.argv[1:], "results": results}, file,
-                      indent=1)
+            whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
+            json.dump(whole, file, indent=1)

@@ -30,11 +30,11 @@ def option(group: str, default, help: str, min: float = -math.inf, max: float = 
     return field(default=default, metadata=dict(group=group, range=(min, max), form=form))
 
 
-def pace_option(default: tuple[float, float]):
+def pace_option(default: tuple[float, float] | None, more: str = ""):
     return option(
         "machine", default, "the least time of a verification, and of each pass that drafts, in "
         "milliseconds, with sampling: work done sooner sleeps for the rest. 75.5 8.75: latencies "
-        "of Llama 70B and 1B on H100s, times five; 0 0: off", min=0, max=1e6,
+        "of Llama 70B and 1B on H100s, times five; 0 0: off" + more, min=0, max=1e6,
         nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
 
 
@@ -180,7 +180,8 @@ class BenchSettings(DecodingSettings):
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option("text", 40, "tokens to generate for each prompt, exactly", min=2)
-    pace: tuple[float, float] = pace_option((75.5, 8.75))
+    pace: tuple[float, float] = pace_option(
+        None, "; none: 75.5 8.75, or off if every rank has a GPU")
     quick: bool = option("bench", False, "3 prompts, 24 tokens, one seed, no choice of K")
     sweep: tuple[str, ...] = option(
         "bench", (), f"draw figures: all (with the comparison), {', '.join(SWEEPS)}", nargs="+",
@@ -190,6 +191,9 @@ class BenchSettings(DecodingSettings):
     predict: bool = option("bench", False, "no measurement: Theorem 7 beside logs of GPUs")
 
     def __post_init__(self):
+        self.pace_is_default = self.pace is None
+        if self.pace_is_default:
+            self.pace = (75.5, 8.75)
         super().__post_init__()
         if any(self.pace) and not all(self.pace):
             raise UserError("--pace: Theorem 7 needs the times of both models; give both, or 0 0")

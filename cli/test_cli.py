@@ -929,6 +929,60 @@ def test_the_benchmark_counts_predicts_and_measures():
     assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
 
 
+def test_the_benchmark_learns_the_times_where_there_is_no_pace():
+    """A verification takes 100 ms (median), a pre-speculation of 3 passes 10 + 50, a backup of 2
+    passes 60."""
+    bench_py = importlib.import_module("bench")
+    bench = object.__new__(bench_py.Bench)
+    bench.settings = BenchSettings(pace=(0, 0), lookahead=2)
+    bench.prompts = [[1]]
+    with_cache = Stats(spans=[("trunk", 0.0, 0.01), ("tree", 0.0, 0.05)])
+    with_cache.spans += [("verify", 0.0, seconds) for seconds in (0.09, 0.1, 0.9)]
+    without = Stats(spans=[("verify", 0.0, 0.5), ("backup", 0.0, 0.06)])
+    decoded = []
+
+    def decode(points, texts):
+        decoded.extend(bench.settings_of(point) for point in points)
+        return [with_cache, without]
+
+    bench.decode = decode
+    settings = Settings(budget=24, batch_size=4, temperature=0.5, lookahead=7)
+    assert bench.times(settings) == pytest.approx((100, 20, 30))
+    assert [(s.budget, s.lookahead, s.batch_size, s.temperature, s.pace) for s in decoded] == [
+        (24, 2, 4, 0.5, (0, 0)), (0, 2, 4, 0.5, (0, 0))]
+    bench.count = lambda *_: {"tokens_per_round": 2, "hit_rate": 1.0, "E_hit": 2, "E_miss": 2}
+    for lookahead, budget in ((4, 64), (5, 8)):  # T_p is 5 or 6 x 20 / 100
+        assert bench_py.largest_budget(bench, {"lookahead": lookahead}, []) == budget
+    bench.settings.pace = (100, 10)
+    assert bench.times(settings) == (100, 10, 10)
+
+
+@pytest.mark.parametrize("words, devices, pace", [
+    ((), ("cuda:0", "cuda:1"), (0, 0)), ((), ("cuda:0", "cpu"), (75.5, 8.75)),
+    (("--pace", 0, 0), ("cpu", "cpu"), (0, 0)), (("--pace", 9, 1), ("cuda:0", "cuda:1"), (9, 1))])
+def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words, devices, pace):
+    bench_py = importlib.import_module("bench")
+    placement = SimpleNamespace(devices=devices)
+    job = SimpleNamespace(placement=placement, dtype=torch.float32)
+    paces = []
+    monkeypatch.setattr(bench_py, "Bench", lambda settings: SimpleNamespace(
+        settings=settings, job=job, leads=True))
+    monkeypatch.setattr(bench_py, "comparison",
+                        lambda bench, _: paces.append(bench.settings.pace) or [])
+    status, output = obey("bench.py", *words)
+    assert (status, paces) == (0, [pace, pace]), output
+    assert "'models': ['tiny/target', 'tiny/draft']" in output
+    assert ("about 12 minutes" in output) == any(pace)
+
+
+def test_the_benchmark_says_what_measures_more_ranks(monkeypatch):
+    for variable, value in zip(launch.RENDEZVOUS, ("0", "3", "127.0.0.1", "1")):
+        monkeypatch.setenv(variable, value)
+    status, output = obey("bench.py")
+    assert status == 2 and "torchrun --nproc-per-node N saguaro.py" in output
+    assert output.count("\n") == 1
+
+
 def test_the_benchmark_predicts_the_rounds_of_logs_by_corollary_16():
     """The first row by hand: 0.88 x 15 ms after a hit, else (15 + 12.23) ms. All rows are
     those of RESULTS.md."""
