@@ -248,7 +248,7 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
     """p_hit of a cache of shape F_0..F_K. By Definition 11 a single guess would always miss. We
-    assume that it halves the misses: F guesses miss with probability F^-r / 2, none with 1.
+    assume that it halves the misses: F > 0 guesses miss with probability F^-r / 2.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5
