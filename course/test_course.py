@@ -568,6 +568,23 @@ def test_what_the_hand_out_names_is_there(tmp_path):
                     assert hasattr(getattr(grading, first), others[0]), f"{file} names `{name}`"
 
 
+def test_the_first_hour_runs_and_any_q_is_exact():
+    """The code of the sheet, and what LECTURER.md says that it gives."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "course/SHEET.md").read_text("utf-8"), re.S)
+    sheet = {}
+    exec(code[0], sheet)
+    p, q, one_token = sheet["p"], sheet["q"], sheet["one_token"]
+    bent = [sheet["saguaro_distribution"](q, 1, C) for C in (0.5, 0.0)]
+    others = [torch.tensor(other) for other in ([0.1, 0.1, 0.8], [0.0, 1.0, 0.0])]
+    expected = ((0.9, [0, 0, 1]), (0.87, [0.56, 0, 0.44]), (0.5, [1, 0, 0]),
+                (0.4, [0.67, 0.33, 0]), (0.3, [0.71, 0, 0.29]))
+    for each, (kept, r) in zip((q, *bent, *others), expected, strict=True):
+        result = one_token(p, each)
+        assert result[0].item() == pytest.approx(kept, abs=0.006)
+        assert result[1].tolist() == pytest.approx(r, abs=0.006)
+        assert result[2].tolist() == pytest.approx(p.tolist())
+
+
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
     write(tmp_path, ["4", "8b"])
     given = (tmp_path / "SHEET.md").read_text("utf-8")
