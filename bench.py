@@ -42,7 +42,8 @@ from saguaro import Decoder, batches_of, plan, warm_up, workers
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
 FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
-TEXTS = {"timeline": (1, 1)} | dict.fromkeys(("fan-out", "shape", "downweight", "batch"), (16, 6))
+TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "downweight": (16, 6),
+         "batch": (16, 6), "frontier": (16, 1)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
 BUDGETS = (8, 16, 24, 32, 48, 64)  # among which a line has the largest that keeps T_p <= 1
@@ -156,8 +157,9 @@ class Bench:
                for key, point in dict(zip(keys, points)).items() if key not in self.stats}
         batches = []
         for decoder in new.values():
-            few = NUM_PROMPTS if decoder.settings.mode == "ar" else None  # any text has its speed
-            batches.append(batches_of(texts[:few], decoder.settings.batch_size))
+            size = decoder.settings.batch_size
+            few = max(4, size) if decoder.settings.mode == "ar" else None  # any text has its speed
+            batches.append(batches_of(texts[:few], size))
         look = {"leave": False}
         if not sys.stderr.isatty():
             look = dict(bar_format="batch {n} of {total}, {elapsed}\n", mininterval=20, delay=20)
@@ -266,13 +268,16 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 def at_best_lookahead(bench: Bench, changes: dict[str, Any],
                       texts: list[list[int]]) -> dict[str, Any]:
     """These changes, and the K with which they are fastest by Theorem 7 (in a batch Cor. 16); at a
-    pace the same in every launch. A pre-speculation may take a tenth longer than its passes. AR has
-    no K; a quick run takes --lookahead."""
+    pace the same in every launch. A pre-speculation may take a tenth longer than its passes, and
+    where it takes longer than a verification, misses wait for it, too. AR has no K; a quick run
+    takes --lookahead."""
     if bench.settings.quick or changes.get("mode") == "ar":
         return {"lookahead": bench.settings.lookahead} | changes
     points = [Point("", K, changes | {"lookahead": K}) for K in LOOKAHEADS]
-    found = [bench.predict(point, texts) for point in points]
-    speeds = [theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}, f["batch size"]) for f in found]
+    speeds = []
+    for f in [bench.predict(point, texts) for point in points]:
+        T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
+        speeds.append(theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"]))
     return points[speeds.index(max(speeds))].changes
 
 
@@ -310,6 +315,10 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
                 for point in heats}
         to_predict = [point._replace(changes=point.changes | fits[point.value])
                       for point in to_predict]
+    if name == "frontier":  # each point at its best K
+        to_predict = to_measure = [
+            point._replace(changes=at_best_lookahead(bench, point.changes, texts))
+            for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
@@ -347,6 +356,9 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
         "batch": points("batch_size", sizes, sizes, *[
             (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})
             for backup in ("neural", "random")]),
+        "frontier": points("batch_size", sizes, sizes,
+                           ("AR", {"mode": "ar"}), ("SD", {"mode": "sd"}), *[
+            (f"SSD, {backup} backup", {"backup": backup}) for backup in ("neural", "random")]),
         "lookahead": points("lookahead", range(1, 9), (3, 5, 7),
                             ("SSD", {}), ("SD", {"mode": "sd"}))}
 
@@ -382,6 +394,8 @@ def compare_with_logs() -> None:
             f |= {"by Cor. 16": tokens / speed, "difference": f["round"] - tokens / speed,
                   "tokens/s by it": 1000 * f["b"] * speed}
         print_table(f"{log['pair']}; times in ms", columns, log["rounds"])
+        fit = draw.verification_fit(log)
+        print(f"  a verification of n tokens: {fit.intercept:.2f} + {fit.slope:.3f} n ms")
 
 
 def machine(bench: Bench) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from engine.errors import UserError, first_line
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
-SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "lookahead")
+SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
+          "lookahead")
 
 
 # ---- the options ----

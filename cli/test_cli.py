@@ -46,6 +46,7 @@ from engine import timing
 from engine.check import check_model
 from engine.errors import UserError
 from engine.model import FIRST_SEEN, CausalLM
+from figures import draw
 from saguaro import Decoder
 from testing.shared import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 
@@ -876,7 +877,7 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
     prompts.write_text('{"text": "def f(x):"}')
     words = ["bench.py", *pair[:6], "--quick", "--prompts", prompts, "--pace", 0, 0]
-    names = ("timeline", "residual")
+    names = ("timeline", "residual", "frontier")
     compared, drawn = obey_in_ranks(2, [
         [*words, "--out", tmp_path / "out"],
         [*words, "--sweep", *names, "--figures", tmp_path]])[0]
@@ -983,11 +984,57 @@ def test_the_benchmark_says_what_measures_more_ranks(monkeypatch):
     assert output.count("\n") == 1
 
 
+def test_the_benchmark_chooses_k_for_each_batch_size():
+    """Alone a longer lookahead pays; of 16 rows one nearly always misses, and waits for the backup.
+    With a backup that takes no time K grows until pre-speculation takes as long as a verification:
+    then misses wait for that. AR has no K, no backup and no T_p."""
+    bench_py = importlib.import_module("bench")
+    bench = object.__new__(bench_py.Bench)
+    bench.settings = BenchSettings(pace=(100, 12))
+    bench.count = lambda point, _: {
+        "tokens_per_round": 0, "hit_rate": 0.8, "E_miss": 1.0, "acceptance_rate": 0,
+        "E_hit": cache.expected_tokens(0.9, point.changes["lookahead"])}
+
+    def chosen(**changes) -> int:
+        return bench_py.at_best_lookahead(bench, changes, [])["lookahead"]
+
+    def best(b: int, backup_pass: float) -> int:
+        speeds = []
+        for K in range(1, 9):
+            late = max(0, 1.1 * 0.12 * (K + 1) - 1)
+            speeds.append(cache.throughput(0.8, cache.expected_tokens(0.9, K), 1.0, 1 + late,
+                                           backup_pass * K + late, b))
+        return 1 + speeds.index(max(speeds))
+
+    assert chosen(batch_size=1) == best(1, 0.12) > chosen(batch_size=16) == best(16, 0.12)
+    assert chosen(batch_size=16, backup="random") == best(16, 0) < 8
+    alone = {"mode": "ar", "lookahead": 7}
+    assert bench_py.at_best_lookahead(bench, alone, []) == alone
+    bench.count = lambda *_: {"hit_rate": None, "E_hit": None, "E_miss": 1.0}
+    row = bench.predict(bench_py.Point("AR", 4, alone | {"batch_size": 4}), [])
+    assert (row["T_p"], row["T_b"], row["tokens/s"]) == (None, 0, 40)
+
+
+def test_the_frontier_of_the_log_is_predicted_by_corollary_16():
+    """SD verifies 7 tokens a row and waits for its draft; a verification of n tokens takes 14.75 +
+    0.0426 n ms."""
+    log = read(ROOT / "figures/logs.json")["h100"]
+    rows = {(f["name"], f["batch size"], f["counted"]): f["tokens/s"] for f in draw.h100_rows(log)}
+    backup = log["rounds"][-1]["backup"]
+    assert rows["AR", 16, True] == pytest.approx(16 / (0.01475 + 16 * 4.26e-5), rel=5e-3)
+    for b in (1, 16):
+        sd = b * 5.03 / (0.01475 + 7 * b * 4.26e-5 + backup / 1000)
+        assert rows["SD", b, True] == pytest.approx(sd, rel=5e-3)
+    assert rows["SSD, neural backup", 16, False] == 2042
+    assert rows["SSD, neural backup", 16, True] > 2042
+
+
 def test_the_benchmark_predicts_the_rounds_of_logs_by_corollary_16():
     """The first row by hand: 0.88 x 15 ms after a hit, else (15 + 12.23) ms. All rows are
     those of RESULTS.md."""
     status, output = obey("bench.py", "--predict")
     rows = [line.split() for line in output.splitlines() if re.match(r" +\d", line)]
+    assert "a verification of n tokens: 14.75 + 0.043 n ms" in output
     assert status == 0 and rows[0][7:11] == ["15.00", "19.05", "16.47", "2.58"]
     results = (ROOT / "RESULTS.md").read_text("utf-8")
     for *_, verification, took, predicted, difference, _, _ in rows:

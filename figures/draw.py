@@ -1,7 +1,11 @@
 """How the figures of `bench.py --sweep` are drawn. `axes` are matplotlib's."""
+import json
+from statistics import LinearRegression, linear_regression
+
 import torch
 
-from cache import critical_batch_size
+from cache import critical_batch_size, throughput
+from cli.settings import ROOT
 from engine.counts import counted_miss_rates, fit_power_law
 from engine.model import fit_vocabulary
 from sampling import Sampler, residual, saguaro_distribution
@@ -11,8 +15,10 @@ SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
-COLOURS = {"SD": SD} | dict.fromkeys(("random backup", "uniform"), OTHER)
-LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3)}
+COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
+    ("random backup", "uniform", "SSD, random backup"), OTHER)
+LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
+           "frontier": (1, 2, 8, 4)}
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
@@ -20,6 +26,8 @@ TITLES = {
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
     "residual": "Saguaro sampling at one position: the target draws what the cache holds",
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
+    "frontier": "One miss makes a batch wait: with a backup that takes no time, SSD stays ahead "
+                "per device, too",
     "lookahead": "A longer lookahead pays until the draft takes longer than the target"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
@@ -158,4 +166,66 @@ def batch(bench, found: list[dict], axes) -> None:
     axes[0].xaxis.set_major_formatter("{x:g}")
 
 
-SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch}
+DEVICES = {"AR": 4, "SD": 4, "SSD, neural backup": 5, "SSD, random backup": 5}  # the paper's
+USER = "tokens/s of one text"
+OWNER = "tokens/s of all texts, per device"
+
+
+def frontier(bench, found: list[dict], axes) -> None:
+    """Fig. 7, right: speed for a user and speed per device at batch 1 to 16; dotted lines join the
+    same batch size. Left: this pair, each point at the K that is best at its size; here a pass
+    takes as long for 16 rows as for one. Right: the pair of the log."""
+    logged = h100_rows(json.loads((ROOT / "figures/logs.json").read_text("utf-8"))["h100"])
+    for ax, rows in zip(axes, (found, logged)):
+        for f in rows:
+            f |= {USER: f["tokens/s"] / f["batch size"], OWNER: f["tokens/s"] / DEVICES[f["name"]]}
+        draw_lines(ax, rows, USER, OWNER)
+        lines = [f for f in rows if f["counted"]]
+        for b in dict.fromkeys(f["batch size"] for f in lines):
+            x, y = zip(*[(f[USER], f[OWNER]) for f in lines if f["batch size"] == b])
+            ax.plot(x, y, ":", color=GREY, linewidth=0.8, zorder=0)
+            ax.annotate(f"batch {b}", (x[0], y[0]), (-7, 0), textcoords="offset points",
+                        ha="right", va="center", color=GREY)
+        lowest, *_, highest = sorted(f[OWNER] for f in rows)
+        ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:g}")
+    axes[0].set(title="this pair, at the pace")
+    axes[1].set(title="Llama 70B and 1B on H100s: a log (no random backup)", ylabel=None)
+    axes[1].get_legend().remove()
+    for label in axes[0].legend(loc="upper left").get_texts():
+        label.set_text(f"{label.get_text()} ({DEVICES[label.get_text()]} devices)")
+
+
+def verification_fit(log: dict) -> LinearRegression:
+    """How many ms a verification of n tokens takes, `intercept` + `slope` n, fitted to the rounds
+    of a log that have the temperature of its last."""
+    rounds = [f for f in log["rounds"] if f["T"] == log["rounds"][-1]["T"]]
+    return linear_regression([f["b"] * (f["K"] + 1) for f in rounds],
+                             [f["verification"] for f in rounds])
+
+
+def h100_rows(log: dict) -> list[dict]:
+    """Rows of the log over batch sizes, greedy. Measured are SSD, and AR and SD (K = 6) at batch 1.
+    Predicted are all, by Corollary 16 with the log's hits and tokens, and with verifications as
+    fitted. The log has no random tokens as backup: we assume that a miss then yields one token."""
+    fit = verification_fit(log)
+    rows = [("AR", 1, 66.7, False), ("SD", 1, 181.7, False)]
+    for f in log["rounds"][-5:]:
+        b = f["b"]
+        ahead = f["pre-speculation"]
+        lines = {  # tokens verified; p_hit, E_hit, E_miss; ms of a pre-speculation and of a backup
+            "AR": (1, 0, 0, 1, 0, 0),
+            "SD": (7, 0, 0, 5.03, 0, f["backup"]),
+            "SSD, neural backup": (8, f["p_hit"], f["E_hit"], f["E_miss"], ahead, f["backup"]),
+            "SSD, random backup": (8, f["p_hit"], f["E_hit"], 1, ahead, 0)}
+        for name, (tokens, *counts, T_p, T_b) in lines.items():
+            T_v = fit.intercept + fit.slope * b * tokens
+            speed = throughput(*counts, T_p / T_v, T_b / T_v, b) / T_v
+            rows.append((name, b, 1000 * b * speed, True))
+        rows.append(("SSD, neural backup", b, f["tokens/s"], False))
+    return [dict(zip(("name", "batch size", "tokens/s", "counted"), row)) for row in rows]
+
+
+SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
+           "frontier": frontier}
