@@ -234,7 +234,7 @@ def decode_on_gpus(gpus, dtype: torch.dtype, draft_device: str, eager: bool) -> 
 
 
 @slow
-@on_gpus(1)
+@pytest.mark.parametrize("gpus", on_gpus(1))
 @pytest.mark.parametrize("dtype, draft_device, eager", (
     (torch.float64, "cuda:0", False), (torch.float64, "cpu", False),
     (torch.float32, "cuda:0", False), (torch.float32, "cuda:0", True)))
@@ -246,40 +246,28 @@ def test_rounds_on_gpus_write_the_same_texts(gpus, dtype, draft_device, eager):
     assert in_ranks(1, decode_on_gpus, gpus, dtype, draft_device, eager) == [expected]
 
 
-def decode_in_bfloat16(gpus) -> list[list[int]]:
-    """A rank's job: many sampled texts."""
+def decode_batches(gpus) -> tuple[list, list[int]]:
+    """A rank's job: sampled texts of 50 batches, and the bytes in use after each."""
     gpus()
-    decoder = decoder_on_gpus(torch.bfloat16, temperature=1, max_new_tokens=50)
+    decoder = decoder_on_gpus(torch.bfloat16, temperature=1, max_new_tokens=8)
     capture(decoder)
-    return decoder(40 * RAGGED)
-
-
-@on_gpus(1)
-def test_texts_in_bfloat16_pass_the_audit(gpus):
-    [texts] = in_ranks(1, decode_in_bfloat16, gpus)
-    read = [Text(prompt, text, [""] * len(text)) for prompt, text in zip(40 * RAGGED, texts)]
-    model = copy.deepcopy(random_model()).bfloat16()
-    finding = audit_groups(model, read, warpers_of(1.0, 0, 1.0), len(read))["all"]
-    assert finding.tokens == 8000 and min(finding.p_values.values()) > ALPHA
-
-
-def memory_of_batches(gpus) -> list[int]:
-    """A rank's job: the bytes in use after each of 50 batches."""
-    gpus()
-    decoder = decoder_on_gpus(torch.float32, temperature=1, max_new_tokens=4)
-    capture(decoder)
+    texts = []
     used = []
     for _ in range(50):
-        decoder(RAGGED)
+        texts += decoder(RAGGED)
         used.append(torch.cuda.memory_allocated())
-    return used
+    return texts, used
 
 
 @slow
-@on_gpus(1)
-def test_memory_is_flat_over_batches(gpus):
-    [used] = in_ranks(1, memory_of_batches, gpus)
+@pytest.mark.parametrize("gpus", on_gpus(1))
+def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus):
+    [(texts, used)] = in_ranks(1, decode_batches, gpus)
     assert 0 < max(used[25:]) <= max(used[:25])
+    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(50 * RAGGED, texts, strict=True)]
+    model = copy.deepcopy(random_model()).bfloat16()
+    finding = audit_groups(model, told, warpers_of(1.0, 0, 1.0), len(told))["all"]
+    assert finding.tokens == 1600 and min(finding.p_values.values()) > ALPHA
 
 
 def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
@@ -307,7 +295,7 @@ def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
     return waits
 
 
-@on_gpus(1)
+@pytest.mark.parametrize("gpus", on_gpus(1))
 @pytest.mark.parametrize("temperature", (0, 1))
 def test_how_often_the_host_waits_for_the_gpu(gpus, temperature):
     """For the outcome; for the tokens that were verified, twice; for guesses."""
@@ -315,38 +303,29 @@ def test_how_often_the_host_waits_for_the_gpu(gpus, temperature):
     assert in_ranks(1, waits_of_a_round, gpus, temperature) == [waits]
 
 
-def decode_in_ranks(gpus, num_gpus: int, settings: Settings) -> tuple[list, list[str]]:
-    """A rank's job: texts of the embedded pair, and the devices of all ranks."""
+def decode_in_ranks(gpus, settings: Settings, devices: list[str]) -> list:
+    """A rank's job: texts of the embedded pair."""
     gpus()
-    torch.cuda.device_count = lambda: num_gpus
+    torch.cuda.device_count = lambda: len(devices) - devices.count("cpu")
     job = Job(settings)
     decoder = Decoder(settings, job.load(), job.placement)
+    assert job.placement.devices == devices
     texts = texts_of_rounds(decoder, ROUNDS[:2])
     for model in decoder.models[:2]:
         assert not model or model.device == CPU or model.kv.graphs
-    return texts, job.placement.devices
+    return texts
 
 
-def assert_two_ranks_write_the_texts_of_one(gpus, num_gpus: int, devices: list[str], mode: str):
+@slow
+@pytest.mark.parametrize("gpus, mode, devices", (
+    *on_gpus(1, "ssd", ["cuda:0", "cpu"]), *on_gpus(2, "ssd", ["cuda:0", "cuda:1"]),
+    *on_gpus(2, "sd", ["cuda:0", "cuda:1"])))
+def test_two_ranks_on_gpus_write_the_texts_of_one_process(gpus, mode, devices):
+    """The draft on a CPU, through gloo; and through NCCL messages, or a target that they share."""
     settings = Settings(mode=mode, dtype="float64", prompt="x")
     one = Job(replace(settings, device="cpu"))
     expected = texts_of_rounds(Decoder(one.settings, one.load()), ROUNDS[:2])
-    assert in_ranks(2, decode_in_ranks, gpus, num_gpus, settings)[0] == (expected, devices)
-
-
-@slow
-@on_gpus(1)
-def test_a_draft_on_the_cpu_beside_a_target_on_a_gpu_writes_the_texts_of_one_process(gpus):
-    """Through gloo."""
-    assert_two_ranks_write_the_texts_of_one(gpus, 1, ["cuda:0", "cpu"], "ssd")
-
-
-@slow
-@on_gpus(2)
-@pytest.mark.parametrize("mode", ("ssd", "sd"))
-def test_two_gpus_write_the_texts_of_one_process(mode, gpus):
-    """Through NCCL: messages, or a target that they share."""
-    assert_two_ranks_write_the_texts_of_one(gpus, 2, ["cuda:0", "cuda:1"], mode)
+    assert in_ranks(2, decode_in_ranks, gpus, settings, devices)[0] == expected
 
 
 DECODING = """
@@ -360,7 +339,7 @@ launch(Settings, "saguaro")"""
 
 
 @slow
-@on_gpus(2)
+@pytest.mark.parametrize("gpus", on_gpus(2))
 def test_a_killed_rank_on_a_gpu_ends_the_other(gpus):
     """Which soon waits for NCCL, in vain."""
     words = [sys.executable, "-c", DECODING.format(gpus=gpus.__name__), "x", "--dtype", "float64",
@@ -459,7 +438,7 @@ def decode_with_windows(gpus, family: str, changes: dict) -> list[list[int]]:
     return texts
 
 
-@on_gpus(1)
+@pytest.mark.parametrize("gpus", on_gpus(1))
 @pytest.mark.parametrize("family, changes", windowed(8))
 def test_the_window_of_a_captured_pass_moves(family, changes, gpus):
     target = random_model(family, num_hidden_layers=2, **changes)
@@ -582,7 +561,7 @@ def captured_shares(gpus, folder: Path, trouble: str) -> tuple[list, int, bool]:
 
 
 @slow
-@on_gpus(2)
+@pytest.mark.parametrize("gpus", on_gpus(2))
 @pytest.mark.parametrize("trouble", ("", "capture", "replay"))
 def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path, gpus):
     random_model().save_pretrained(tmp_path)

@@ -218,14 +218,14 @@ def real_gpus() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-def on_gpus(count: int):
-    """Give a test `gpus`: `fake_gpus` and, where there are so many, `real_gpus`. Its ranks call it
-    first, so one job runs on stand-ins everywhere, and on GPUs where there are some."""
+def on_gpus(count: int, *values) -> list:
+    """Parameters of a test: `gpus`, and other `values`. `gpus` is `fake_gpus` and, where there are
+    so many, `real_gpus`. A rank's job calls it first, so one job runs on stand-ins everywhere and
+    on GPUs where there are some."""
     # a text: pytest evaluates it, and no rank, which must not touch CUDA before its job does
     too_few = f"not torch.cuda.is_available() or torch.cuda.device_count() < {count}"
-    reason = f"GPUs that PyTorch can use: {count} needed"
-    real = pytest.param(real_gpus, marks=pytest.mark.skipif(too_few, reason=reason))
-    return pytest.mark.parametrize("gpus", (fake_gpus, real))
+    skip = pytest.mark.skipif(too_few, reason=f"GPUs that PyTorch can use: {count} needed")
+    return [pytest.param(fake_gpus, *values), pytest.param(real_gpus, *values, marks=skip)]
 
 
 def host_waits(function, *given) -> tuple:
