@@ -427,7 +427,7 @@ def main(settings: BenchSettings) -> None:
     if "all" in names:
         names = ("comparison", *SWEEPS)
     if bench.leads and any(settings.pace) and not settings.quick:
-        minutes = sum(12 if name == "comparison" else 2.5 for name in names)
+        minutes = sum({"comparison": 12, "frontier": 5}.get(name, 3) for name in names)
         print(f"about {minutes:.0f} minutes on two quiet cores", file=sys.stderr, flush=True)
     results = []
     for name in names:

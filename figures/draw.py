@@ -172,7 +172,7 @@ OWNER = "tokens/s of all texts, per device"
 
 
 def frontier(bench, found: list[dict], axes) -> None:
-    """Fig. 7, right: speed for a user and speed per device at batch 1 to 16; dotted lines join the
+    """Fig. 7: speed for a user and speed per device at batch 1 to 16; dotted lines join the
     same batch size. Left: this pair, each point at the K that is best at its size; here a pass
     takes as long for 16 rows as for one. Right: the pair of the log."""
     logged = h100_rows(json.loads((ROOT / "figures/logs.json").read_text("utf-8"))["h100"])
@@ -190,7 +190,8 @@ def frontier(bench, found: list[dict], axes) -> None:
         ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
-    axes[0].set(title="this pair, at the pace")
+    paced = ", at the pace" if any(bench.settings.pace) else ""
+    axes[0].set(title=f"this pair{paced}")
     axes[1].set(title="Llama 70B and 1B on H100s: a log (no random backup)", ylabel=None)
     axes[1].get_legend().remove()
     for label in axes[0].legend(loc="upper left").get_texts():
