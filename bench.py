@@ -34,9 +34,9 @@ from cache import PRIMARY, speedup_over_sd_bounds, throughput
 from cli.job import Job
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
-from engine.counts import counted_hit_rate, fit_shape
 from engine.errors import UserError
 from figures import draw
+from figures.counts import counted_hit_rate, fit_shape
 from saguaro import Decoder, batches_of, plan, warm_up, workers
 
 NUM_PROMPTS = 12

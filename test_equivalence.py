@@ -65,14 +65,14 @@ from cli.job import Models
 from cli.placement import Placement
 from cli.settings import Settings
 from draft_worker import DraftWorker
-from engine.counts import (
+from engine.model import CausalLM
+from engine.noise import UniformStream
+from figures.counts import (
     counted_acceptance_rate,
     counted_hit_rate,
     counted_miss_rates,
     fit_power_law,
 )
-from engine.model import CausalLM
-from engine.noise import UniformStream
 from saguaro import Decoder, plan
 from sampling import Sampler
 from target_worker import TargetWorker

@@ -49,9 +49,12 @@ def prepare_process() -> None:
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
     """Parse and check the settings of this run; start the other rank."""
+    present = [name for name in RENDEZVOUS if name in os.environ]
     try:
         settings = parse(kind)
-        check_environment()
+        if 0 < len(present) < len(RENDEZVOUS):
+            raise UserError(f"of torchrun's environment only {', '.join(present)} is left: unset "
+                            f"it, or set {', '.join(RENDEZVOUS)}")
     except UserError as problem:
         fail(problem)
     if STARTED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # by rank 0, or by torchrun
@@ -61,21 +64,6 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("loading ...", file=sys.stderr, flush=True)
     return settings
-
-
-def check_environment() -> None:
-    """Raise `UserError` for variables that make no sense; torchrun sets none such."""
-    present = [name for name in RENDEZVOUS if name in os.environ]
-    if 0 < len(present) < len(RENDEZVOUS):
-        raise UserError(f"of torchrun's environment only {', '.join(present)} is left: unset "
-                        f"it, or set {', '.join(RENDEZVOUS)}")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    numbers = {name: int(value) for name, value in found.items() if value.isdecimal()}
-    is_there = numbers.get("RANK", 0) < numbers.get("WORLD_SIZE", 1)
-    if numbers.keys() != found.keys() or not is_there or not numbers.get("LOCAL_WORLD_SIZE", 1):
-        values = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise UserError(f"{values}: no rank has such an environment")
 
 
 def start_draft_rank() -> None:
@@ -162,11 +150,16 @@ def exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def exit_in_vain(done: threading.Event, waits: str, seconds: float, limit: float) -> None:
-    """Say for what this rank `waits` if it is not `done` after so many seconds; at the `limit`
-    exit, whatever library the main thread is in."""
-    if not done.wait(seconds):
-        print(waits, file=sys.stderr, flush=True)
-    if not done.wait(limit - seconds):
-        report(f"error: {limit} seconds are over: {waits}")
-        os._exit(2)
+def watch(waits: str, seconds: float, limit: float) -> threading.Event:
+    """Until the event is set: say for what this rank `waits` after so many seconds, and exit at the
+    `limit`, whatever library the main thread is in."""
+    def exit_in_vain() -> None:
+        if not done.wait(seconds):
+            print(waits, file=sys.stderr, flush=True)
+        if not done.wait(limit - seconds):
+            report(f"error: {limit} seconds are over: {waits}")
+            os._exit(2)
+
+    done = threading.Event()
+    threading.Thread(target=exit_in_vain, daemon=True).start()
+    return done

@@ -1,15 +1,16 @@
 """Placement of ranks: devices, cores, process groups."""
 import os
-import threading
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cli.launch import exit_in_vain
+from cli.launch import watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, first_line
+
+RANKS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # torchrun's
 
 
 class Placement:
@@ -18,10 +19,14 @@ class Placement:
     target together."""
 
     def __init__(self, settings: DecodingSettings):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        given = {name: os.environ.get(name, default) for name, default in RANKS.items()}
+        try:
+            self.rank, self.world_size, local_rank, local_world_size = map(int, given.values())
+            if not (0 <= self.rank < self.world_size and 0 <= local_rank and local_world_size > 0):
+                raise ValueError
+        except ValueError:
+            values = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise UserError(f"no rank has such an environment: {values}") from None
         if settings.device == "cuda":
             try:
                 torch.cuda.init()
@@ -58,7 +63,8 @@ class Placement:
             torch.cuda.set_device(self.device)
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             os.sched_setaffinity(0, self.cores)
-        met = self.watch(f"{self.world_size - 1} others (WORLD_SIZE)", 10, 600)
+        waits = f"rank {self.rank} waits for"
+        met = watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600)
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         dist.init_process_group("gloo", timeout=timeout)
         self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
@@ -76,8 +82,8 @@ class Placement:
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
-                met = self.watch(f"NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if they "
-                                 "cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300)
+                met = watch(f"{waits} NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if "
+                            "they cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300)
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
                 torch.cuda.synchronize(self.device)
                 met.set()
@@ -87,13 +93,6 @@ class Placement:
         if self.tp_size > 1:
             self.tp_group = new_group(self.tp_size)
         self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
-
-    def watch(self, awaited: str, seconds: float, limit: float) -> threading.Event:
-        """Until the event is set, `exit_in_vain` watches this rank."""
-        done = threading.Event()
-        given = (done, f"rank {self.rank} waits for {awaited}", seconds, limit)
-        threading.Thread(target=exit_in_vain, args=given, daemon=True).start()
-        return done
 
     @property
     def any_gpu(self) -> bool:

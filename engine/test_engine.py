@@ -28,7 +28,9 @@ import saguaro
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
+from cli import placement
 from cli.job import Job
+from cli.launch import watch
 from cli.placement import Placement
 from cli.screen import print_times
 from cli.settings import ROOT, TINY, Settings
@@ -132,14 +134,14 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
             done.append(f"{backend} {len(ranks)}")
         return new_group(ranks, timeout, backend)
 
-    def record_watch(here, awaited, seconds, limit):
-        done.extend(re.findall(r"NCCL_P2P_DISABLE=1", awaited))
+    def record_watch(waits, seconds, limit):
+        done.extend(re.findall(r"NCCL_P2P_DISABLE=1", waits))
         return threading.Event()
 
     torch.cuda.device_count = lambda: num_gpus
     torch.cuda.set_device = lambda device: done.append(str(device))
     torch.cuda.synchronize = lambda device: done.append("connected")
-    Placement.watch = record_watch
+    placement.watch = record_watch
     os.sched_getaffinity = lambda _: set(range(8))
     os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}")
     dist.new_group = record_group
@@ -166,13 +168,12 @@ def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
 def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
     statuses = []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    here = Placement(Settings())
-    here.watch("nothing", 0.1, 0.2).set()
-    here.watch("NCCL", 0.2, 0.4)
+    watch("it waits for nothing", 0.1, 0.2).set()
+    watch("it waits for NCCL", 0.2, 0.4)
     time.sleep(1)
     hint, end = capsys.readouterr().err.splitlines()
-    assert hint == "rank 0 waits for NCCL" and statuses == [2]
-    assert end.endswith(": error: 0.4 seconds are over: rank 0 waits for NCCL")
+    assert hint == "it waits for NCCL" and statuses == [2]
+    assert end.endswith(": error: 0.4 seconds are over: it waits for NCCL")
 
 
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):

@@ -6,8 +6,8 @@ import torch
 
 from cache import critical_batch_size, throughput
 from cli.settings import ROOT
-from engine.counts import counted_miss_rates, fit_power_law
 from engine.model import fit_vocabulary
+from figures.counts import counted_miss_rates, fit_power_law
 from sampling import Sampler, residual, saguaro_distribution
 
 SSD = "#12365c"  # one colour per method
