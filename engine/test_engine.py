@@ -237,8 +237,8 @@ def decode_on_gpus(gpus, dtype: torch.dtype, draft_device: str, eager: bool) -> 
 @slow
 @pytest.mark.parametrize("gpus", on_gpus(1))
 @pytest.mark.parametrize("dtype, draft_device, eager", (
-    (torch.float64, "cuda:0", False), (torch.float64, "cpu", False),
-    (torch.float32, "cuda:0", False), (torch.float32, "cuda:0", True)))
+    (torch.float64, "cuda:0", False), (torch.float32, "cpu", False),
+    (torch.float32, "cuda:0", True)))
 def test_rounds_on_gpus_write_the_same_texts(gpus, dtype, draft_device, eager):
     """No tensor meets one of another device, and none is copied inside a capture."""
     models = [copy.deepcopy(model).to(dtype)
