@@ -700,8 +700,8 @@ def test_texts_are_printed_whatever_standard_output_is(redirection, variables):
 
 
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
-         "sampled": ["--temperature", 1, "--seed", 3, "--downweight", 0.5],
-         "sampled sd": ["--temperature", 1, "--seed", 3, "--mode", "sd"],
+         "sampled": ["--temperature", 1, "--seed", 1, "--downweight", 0.5],
+         "sampled sd": ["--temperature", 1, "--seed", 1, "--mode", "sd"],
          "float32": ["--mode", "ar", "--dtype", "auto"]}  # unless every rank has a GPU
 RUNS = {1: ("ar", "sampled sd", "float32"), 2: (*LINES,), 3: ("ar", "sampled", "sampled sd")}
 
