@@ -339,7 +339,7 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 
     def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
         """`predicted`, `measured`: values on the axis; `lines`: (name, changes of settings)."""
-        engine = {"lookahead": 7, "budget": 24}  # as the authors'
+        engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
         return [[Point(name, value, engine | changes | {axis: value})
                  for name, changes in lines for value in values]
                 for values in (predicted, measured)]

@@ -64,8 +64,8 @@ class Stats:
                     "drafted": speculation.tokens[row].tolist(), "hit": hits[row],
                     "source": "cache" if hits[row] else "backup", "k": k,
                     "t*": int(outcome.bonus[row])}
-            self.traced.append({"name": "round", "ph": "i", "pid": 0, "ts": 1e6 * now,
-                                "args": told})
+            self.traced.append({"name": "round", "ph": "i", "s": "t", "pid": 0, "tid": 0,
+                                "ts": 1e6 * now, "args": told})
 
     def add(self, spans: Sequence[tuple[str, float, float]] = (),
             pace: tuple[int, int] = (0, 0), guess_counts: list | None = None) -> None:
@@ -85,9 +85,9 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """The statistics of `--output`; None: not measured. `acceptance_rate`: the a of
-        the paper's geometric model, by maximum likelihood. T_p (a pre-speculation: trunk and tree)
-        and T_b (a backup) are in units of a verification."""
+        """The statistics of `--output`; None: not measured. `acceptance_rate`: the a of the paper's
+        geometric model, by maximum likelihood. T_p (a pre-speculation: trunk and tree) and T_b (a
+        backup) are in units of a verification."""
         decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
         verify = self.mean_seconds("verify")
@@ -133,9 +133,10 @@ def write_trace(path: str, placement: Placement, stats: Stats) -> None:
     events = stats.traced
     for rank, (machine, spans) in enumerate(ranks):
         name = f"rank {rank}, {placement.devices[rank]}, by the clock of {machine}"
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
-        events += [{"name": work, "ph": "X", "pid": rank, "ts": 1e6 * start,
-                    "dur": 1e6 * (end - start)} for work, start, end in spans]
+        track = {"pid": rank, "tid": 0}
+        events.append(track | {"name": "process_name", "ph": "M", "args": {"name": name}})
+        events += [track | {"name": work, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * (end - start)}
+                   for work, start, end in spans]
     if placement.rank == 0:
         with open_for_writing("--trace", path) as file:
             json.dump({"traceEvents": events}, file)
