@@ -83,9 +83,14 @@ def main(settings: PageSettings) -> None:
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
              "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
              "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}
+    write(trace, Path(settings.out))
+
+
+def write(trace: dict, out: Path) -> None:
+    """Write the page, and beside it the race. Their templates are read before, because they may be
+    these very files."""
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
     before, after = re.split(TRACE, (ROOT / "docs/index.html").read_text("utf-8"))
-    with open_for_writing("--out", settings.out) as file:
-        file.write(before + data + after)
-    with open_for_writing("--out", str(Path(settings.out).with_name("race.svg"))) as file:
-        file.write(race(trace))
+    for file, text in ((out, before + data + after), (out.with_name("race.svg"), race(trace))):
+        with open_for_writing("--out", str(file)) as written:
+            written.write(text)

@@ -9,6 +9,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -18,6 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 import cache
+import course.race
 from cli.job import Job
 from cli.settings import ROOT
 from course import page
@@ -458,6 +460,15 @@ def test_a_late_machine_makes_no_page(monkeypatch, kept):
             page.timed(bench, {"with": {}})
     else:
         assert page.timed(bench, {"with": {}})["rounds"][0]["new"] == [7]
+
+
+def test_page_and_race_may_be_written_over_their_templates(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(course.race, "ROOT", tmp_path)
+    page.write(TRACE, tmp_path / "docs/index.html")
+    for name in ("index.html", "race.svg"):
+        assert (tmp_path / "docs" / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
 
 
 @pytest.mark.slow
