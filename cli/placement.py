@@ -10,8 +10,6 @@ from cli.launch import watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, first_line
 
-RANKS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # torchrun's
-
 
 class Placement:
     """Which rank this process is and where it computes: rank r of a machine on GPU r, if there is
@@ -19,14 +17,12 @@ class Placement:
     target together."""
 
     def __init__(self, settings: DecodingSettings):
-        given = {name: os.environ.get(name, default) for name, default in RANKS.items()}
-        try:
-            self.rank, self.world_size, local_rank, local_world_size = map(int, given.values())
-            if not (0 <= self.rank < self.world_size and 0 <= local_rank and local_world_size > 0):
-                raise ValueError
-        except ValueError:
-            values = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise UserError(f"no rank has such an environment: {values}") from None
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        given = [os.environ.get(name, default) for name, default in zip(names, "0101")]  # alone
+        if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or given[3] == "0":
+            values = ", ".join(map("=".join, zip(names, given)))
+            raise UserError(f"no rank has such an environment: {values}")
+        self.rank, self.world_size, local_rank, local_world_size = map(int, given)
         if settings.device == "cuda":
             try:
                 torch.cuda.init()

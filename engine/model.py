@@ -35,12 +35,11 @@ from transformers.utils import logging
 from engine.errors import UserError, first_line
 from engine.timing import PacedClock
 
-PENALTIES = {  # what else changes `generate`'s text, greedy or not, and the value that is no change
-    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1, "guidance_scale": 1,
-    "min_length": 0, "min_new_tokens": 0} | dict.fromkeys((
-        "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias",
-        "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
-        "stop_strings"))
+PENALTIES = {  # what else changes `generate`'s text, and the value that changes nothing
+    "repetition_penalty": 1, "num_beams": 1, "guidance_scale": 1, "no_repeat_ngram_size": 0,
+    "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "stop_strings": None}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
 
@@ -151,9 +150,9 @@ class CausalLM:
     @property
     def penalties(self) -> dict[str, object]:
         """What the generation config asks of `generate`, and this program does not do."""
-        asked = {name: getattr(self.model.generation_config, name, None) for name in PENALTIES}
-        return {name: value for name, value in asked.items()
-                if value not in (None, [], PENALTIES[name])}
+        asked = self.model.generation_config.to_dict()
+        return {name: asked[name] for name, neutral in PENALTIES.items()
+                if asked.get(name) not in (None, [], neutral)}
 
     @property
     def eos_tokens(self) -> list[int]:
