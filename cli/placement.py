@@ -18,7 +18,8 @@ class Placement:
 
     def __init__(self, settings: DecodingSettings):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        given = [os.environ.get(name, default) for name, default in zip(names, "0101")]  # alone
+        alone = ("0", "1", "0", "1")
+        given = [os.environ.get(name, default) for name, default in zip(names, alone)]
         if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or given[3] == "0":
             values = ", ".join(map("=".join, zip(names, given)))
             raise UserError(f"no rank has such an environment: {values}")
