@@ -196,11 +196,12 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
     right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
-    counts = {name: stats.summary()[name] for name in names}
+    summary = stats.summary()
+    counts = {name: summary[name] for name in names}
     counts["guess_counts"] = torch.tensor(stats.guess_counts)
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)
-        table[0, 0] += stats.prefill_tokens
+        table[0, 0] += sum(len(rows) for number, *_, rows in stats.log if number == 0)
         counts["hit_rate"] = counted_hit_rate(table, plan(settings).fan_out[PRIMARY])
         counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
     return counts
@@ -210,11 +211,13 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
     """The row of a point as it was decoded. Speed is that of the rounds in which all rows are
     active. Where the pace is slower for a batch, times are shown as if it were not."""
     slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
-    rounds = [(tokens, seconds) for active, tokens, seconds in stats.log
-              if active == settings.batch_size]
+    rounds = [(sum(len(row.new_tokens) for row in rows), end - start)
+              for number, start, end, rows in stats.log
+              if number > 0 and len(rows) == settings.batch_size]
     tokens, seconds = map(sum, zip(*rounds))
     parts = stats.summary() | {
-        "T_v in ms": 1000 * stats.mean_seconds("verify") / slower, "spans": stats.spans,
+        "T_v in ms": 1000 * stats.mean_seconds("verify") / slower,
+        "spans": [span[1:4] for span in stats.spans],
         "guess_counts": torch.tensor(stats.guess_counts)}
     return row(point, settings, parts, slower * tokens / seconds)
 

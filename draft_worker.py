@@ -14,7 +14,7 @@ A round of the draft, with K = lookahead:
 
 With a budget of 0 the same worker is the draft of plain speculative decoding: every round misses.
 """
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -148,11 +148,6 @@ class DraftWorker:
         self.text.scatter_(1, self.length[:, None] + torch.arange(drafted.shape[1]), drafted)
         self.text.scatter_(1, end[:, None], outcome.bonus[:, None])
         self.length = end + 1
-
-    def report(self) -> dict[str, Any]:
-        """What only this rank knows: its times since the last call (`PacedClock.read`), and all
-        counts of guesses so far."""
-        return self.clock.read() | {"guess_counts": self.guess_counts.table.tolist()}
 
 
 # ---- tree attention: the draft's passes over all branches ----

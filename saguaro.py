@@ -34,12 +34,12 @@ from typing import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from cache import FINISHED, PRIMARY, Outcome, Speculation, choose_backup, fan_out_shape
+from cache import FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
 from cli.job import Job, Models, check_prompts
 from cli.placement import Placement
 from cli.screen import Display
 from cli.settings import Settings
-from cli.stats import Stats, choices, write_trace
+from cli.stats import RowRound, Stats, choices
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError
 from engine.model import to_device
@@ -186,15 +186,17 @@ class Sequences:
         self.max_length = max(longest, max_length)
         self.new_tokens = [[] for _ in prompts]
         self.active = [True] * len(prompts)
-        self.last_round = []  # (row, tokens accepted, tokens kept) of each active row
+        self.last_round: list[RowRound] = []  # of the active rows
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
-        drafted = speculation.tokens.tolist()
         self.last_round = []
-        for row, (k, bonus) in enumerate(torch.stack(outcome, 1).tolist()):
+        columns = (speculation.source, speculation.tokens, *outcome)
+        rows = zip(*(column.tolist() for column in columns))
+        for row, (source, drafted, k, bonus) in enumerate(rows):
             if self.active[row]:
-                self.last_round.append((row, k, self.extend_row(row, drafted[row][:k] + [bonus])))
+                new_tokens = self.extend_row(row, drafted[:k] + [bonus])
+                self.last_round.append(RowRound(row, source, drafted, k, bonus, new_tokens))
         finished = ~torch.tensor(self.active)
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
@@ -252,28 +254,25 @@ class Decoder:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        report = [self.draft.report() if self.draft else {}]
+        workers = [worker for worker in (self.target, self.draft) if worker]
+        spans = [span for worker in workers for span in worker.clock.read()]
+        ranks = [(spans, self.draft.guess_counts.table.tolist() if self.draft else [])]
         if self.channel:
-            dist.broadcast_object_list(report, self.channel.draft_rank)
-        self.stats.add(**report[0])
-        if self.target:
-            self.stats.add(**self.target.clock.read())
+            ranks *= self.placement.world_size
+            dist.all_gather_object(ranks, ranks[0])
+        self.stats.add(ranks)
         return sequences.new_tokens
 
     def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
-        """Rank 0's part: decode, and count and show every round."""
-        last = time.perf_counter()
+        """Rank 0's part: decode, and record and show every round."""
+        start = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, (speculation, outcome) in enumerate(rounds):
-            now = time.perf_counter()
-            source = speculation.source.tolist()
-            counts = [(k, len(new), source[row] == PRIMARY) for row, k, new in sequences.last_round]
-            self.stats.count_round(number == 0, now - last, counts)
-            last = now
-            if self.settings.trace:
-                self.stats.trace_round(number, now, speculation, outcome, sequences.last_round)
-            for row, _, new_tokens in sequences.last_round:
-                on_tokens(row, new_tokens, source[row])
+        for number, _ in enumerate(rounds):
+            end = time.perf_counter()
+            self.stats.log.append((number, start, end, sequences.last_round))
+            start = end
+            for row in sequences.last_round:
+                on_tokens(row.row, row.new_tokens, row.source)
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
         """Who drafts for rank 0: another rank, or this process."""
@@ -359,6 +358,4 @@ def main(settings: Settings) -> None:
         display.begin()
         for batch in batches:
             display.end_batch(decoder(batch, display.show), decoder.eos)
-        display.finish(decoder.stats.summary())
-    if settings.trace:
-        write_trace(settings.trace, job.placement, decoder.stats)
+        display.finish(decoder.stats)

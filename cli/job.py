@@ -59,11 +59,12 @@ class Job:
         placement = self.placement
         target = None
         if placement.world_size > 1:
-            own = dict.fromkeys(("prompts", "output", "out", "figures", "device"))  # may differ
+            may_differ = ("prompts", "output", "trace", "out", "figures", "device")
             models = {"target": str(self.target_config), "transformers": __version__}
             if self.settings.mode != "ar":
                 models["draft"] = str(self.draft_config)
-            placement.join(asdict(self.settings) | own | models | {"prompt": str(self.prompts)})
+            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | models
+                           | {"prompt": str(self.prompts)})
         if placement.tp_size > 1:
             check_shardable(self.target_config, placement.tp_size)
         draft = self.load_draft() if placement.holds_draft else None

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cache import PRIMARY, throughput
 from cli.job import Job
 from cli.settings import DecodingSettings, open_for_writing
-from cli.stats import theorem_7
+from cli.stats import Stats, theorem_7, write_trace
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 REPORT = (
@@ -52,12 +52,10 @@ class Display:
         self.stream = DecodeStream(skip_special_tokens=True)  # half a character waits for the rest
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.num_texts = 0
-        self.file = None
-        if job.settings.output is not None:
-            self.file = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
-            weakref.finalize(self, self.file.close)  # also if something fails
-        if job.settings.trace is not None:  # a wrong path is found before models are loaded
-            open_for_writing("--trace", job.settings.trace, "a", job.settings.prompts).close()
+        self.output = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
+        self.trace = open_for_writing("--trace", job.settings.trace, "w", job.settings.prompts)
+        for file in (self.output, self.trace):
+            weakref.finalize(self, file.close)  # also if something fails
         self.write_line({"settings": asdict(job.settings)})
 
     def begin(self) -> None:
@@ -117,16 +115,17 @@ class Display:
                 tqdm.write(f"\n----- prompt {self.num_texts} -----\n{visible(prompt)}"
                            f"\n----- continued -----\n{visible(text)}")
 
-    def finish(self, summary: dict[str, Any]) -> None:
+    def finish(self, stats: Stats) -> None:
+        summary = stats.summary()
         self.bar.close()
         print("\n")
         print_summary(self.job, summary)
         self.write_line({"statistics": summary})
+        write_trace(self.trace, self.job.placement, stats)
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Write a line to the file of --output, at once."""
-        if self.file:
-            print(json.dumps(line), file=self.file, flush=True)
+        print(json.dumps(line), file=self.output, flush=True)
 
 
 # ---- the summary ----

@@ -5,6 +5,7 @@ Importing torch takes seconds, so nothing here does: a wrong flag or --help is a
 import argparse
 import json
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO, get_args
@@ -269,11 +270,13 @@ def read_json_lines(path: str) -> list[str]:
     return texts
 
 
-def open_for_writing(flag: str, path: str, mode: str = "w", prompts: str | None = None) -> TextIO:
-    """Open a file; raise `UserError`, naming `flag`, if that fails or it holds the `prompts`."""
+def open_for_writing(flag: str, path: str | None, mode: str = "w",
+                     prompts: str | None = None) -> TextIO:
+    """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
+    that fails or it holds the `prompts`."""
     try:
-        if prompts and Path(path).exists() and Path(path).samefile(prompts):
+        if None not in (path, prompts) and Path(path).exists() and Path(path).samefile(prompts):
             raise OSError("it holds the prompts")
-        return open(path, mode, encoding="utf-8")
+        return open(os.devnull if path is None else path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

@@ -1,84 +1,44 @@
 """Counts and times of decoding, and the speedup that Theorem 7 predicts from them; --trace."""
 import json
 import math
-import socket
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any, NamedTuple, TextIO
 
-import torch.distributed as dist
-
-from cache import BACKUP, PRIMARY, Outcome, Speculation, throughput
+from cache import BACKUP, PRIMARY, throughput
 from cli.placement import Placement
-from cli.settings import open_for_writing
 from draft_worker import Plan
+
+
+class RowRound(NamedTuple):
+    """A round of one row of a batch."""
+    row: int
+    source: int            # who drafted: PRIMARY or BACKUP
+    drafted: list[int]     # [K]
+    num_accepted: int      # k
+    bonus: int             # t*
+    new_tokens: list[int]  # what joined the text: s_1..s_k and t*, unless it ended before
 
 
 @dataclass
 class Stats:
-    """Counts and times (seconds) of decoding; prefill, and the token that it yields, are apart."""
+    """What was decoded, and the times of it (seconds)."""
     lookahead: int = 0
     choices: dict[str, Any] = field(default_factory=dict)  # see `choices`; none: no draft
-    in_turns: bool = False      # one process does the work of two, so times mean nothing
-    tokens: int = 0             # new tokens, with those of prefill
-    prefill_tokens: int = 0     # one a prompt
-    prefill_seconds: float = 0.0
-    seconds: float = 0.0        # decoding, wall clock
-    rounds: int = 0
-    row_rounds: int = 0         # rounds, once for every active row
-    accepted: int = 0
-    rejected: int = 0           # at most one per row and round
-    hits: int = 0
-    hit_tokens: int = 0         # of rounds after a hit
-    log: list[tuple[int, int, float]] = field(default_factory=list)  # (rows, tokens, seconds)
-    spans: list[tuple[str, float, float]] = field(default_factory=list)  # (work, start, end)
-    traced: list[dict[str, Any]] = field(default_factory=list)  # rounds, as events of --trace
-    punctual_passes: int = 0    # of both models, in work done in time for --pace
-    paced_passes: int = 0       # in all paced work
+    in_turns: bool = False    # one process does the work of two, so times mean nothing
+    # (number, start, end, active rows) of every round; round 0 of a batch is its prefill
+    log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
+    spans: list[tuple] = field(default_factory=list)  # (rank, *span) of `PacedClock.read`
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
-    def count_round(self, is_prefill: bool, seconds: float,
-                    rows: list[tuple[int, int, bool]]) -> None:
-        """Count one round; `rows`: (tokens accepted, tokens kept, hit) of each active row."""
-        num_kept = sum(kept for _, kept, _ in rows)
-        self.tokens += num_kept
-        if is_prefill:
-            self.prefill_tokens += num_kept
-            self.prefill_seconds += seconds
-            return
-        self.seconds += seconds
-        self.rounds += 1
-        self.row_rounds += len(rows)
-        self.log.append((len(rows), num_kept, seconds))
-        for accepted, kept, hit in rows:
-            self.accepted += accepted
-            self.rejected += accepted < self.lookahead
-            self.hits += hit
-            self.hit_tokens += kept * hit
-
-    def trace_round(self, number: int, now: float, speculation: Speculation, outcome: Outcome,
-                    last_round: list[tuple[int, int, list[int]]]) -> None:
-        """Remember a round for --trace; `last_round`: see `Sequences`."""
-        hits = (speculation.source == PRIMARY).tolist()
-        for row, k, _ in last_round:
-            told = {"prompt": self.prefill_tokens - len(hits) + row, "round": number,
-                    "drafted": speculation.tokens[row].tolist(), "hit": hits[row],
-                    "source": "cache" if hits[row] else "backup", "k": k,
-                    "t*": int(outcome.bonus[row])}
-            self.traced.append({"name": "round", "ph": "i", "s": "t", "pid": 0, "tid": 0,
-                                "ts": 1e6 * now, "args": told})
-
-    def add(self, spans: Sequence[tuple[str, float, float]] = (),
-            pace: tuple[int, int] = (0, 0), guess_counts: list | None = None) -> None:
-        """Add what a worker measured in a batch. `pace`: (punctual passes, paced passes);
-        `guess_counts`: of all batches so far."""
-        self.spans += spans
-        self.punctual_passes += pace[0]
-        self.paced_passes += pace[1]
-        self.guess_counts = guess_counts or self.guess_counts
+    def add(self, ranks: list[tuple[list, list]]) -> None:
+        """Add, of every rank, the spans of a batch, and all counts of guesses so far."""
+        for rank, (spans, guess_counts) in enumerate(ranks):
+            self.spans += [(rank, *span) for span in spans]
+            self.guess_counts = guess_counts or self.guess_counts
 
     def seconds_of(self, work: str) -> list[float]:
         """Seconds of each piece of this work."""
-        return [end - start for name, start, end in self.spans if name == work]
+        return [end - start for _, name, start, end, *_ in self.spans if name == work]
 
     def mean_seconds(self, work: str) -> float | None:
         seconds = self.seconds_of(work)
@@ -88,28 +48,37 @@ class Stats:
         """The statistics of `--output`; None: not measured. `acceptance_rate`: the a of the paper's
         geometric model, by maximum likelihood. T_p (a pre-speculation: trunk and tree) and T_b (a
         backup) are in units of a verification."""
-        decoded = self.tokens - self.prefill_tokens
         K = self.lookahead
+        decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
+        prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
+        seconds = None if self.in_turns else sum(seconds for seconds, _ in decoding)
+        rows = [row for _, rows in decoding for row in rows]
+        after_hit = [len(row.new_tokens) for row in rows if row.source == PRIMARY]
+        after_miss = [len(row.new_tokens) for row in rows if row.source == BACKUP]
+        tokens = sum(after_hit + after_miss)
+        accepted = sum(row.num_accepted for row in rows)
+        rejected = sum(row.num_accepted < K for row in rows)  # at most one per row and round
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         tree = self.mean_seconds("tree")
-        seconds = None if self.in_turns else self.seconds
+        paced = [span[-2:] for span in self.spans if span[-1] is not None]
         names = ("guess_counts", "guess_counts_after_backup")
         return {
-            "tokens": self.tokens,
+            "tokens": tokens + sum(len(rows) for _, rows in prefill),
             "seconds": seconds,
-            "tokens_per_second": ratio(decoded, seconds),
-            "rounds": self.rounds,
-            "tokens_per_round": ratio(decoded, self.row_rounds),
-            "acceptance_rate": ratio(self.accepted, self.accepted + self.rejected),
-            "hit_rate": ratio(self.hits, self.row_rounds) if K else None,
-            "E_hit": ratio(self.hit_tokens, self.hits),
-            "E_miss": ratio(decoded - self.hit_tokens, self.row_rounds - self.hits),
-            "verifier_utilisation": ratio(sum(self.seconds_of("verify")), seconds),
+            "tokens_per_second": ratio(tokens, seconds),
+            "rounds": len(decoding),
+            "tokens_per_round": ratio(tokens, len(rows)),
+            "acceptance_rate": ratio(accepted, accepted + rejected),
+            "hit_rate": ratio(len(after_hit), len(rows)) if K else None,
+            "E_hit": ratio(sum(after_hit), len(after_hit)),
+            "E_miss": ratio(sum(after_miss), len(after_miss)),
+            "verifier_utilisation": ratio(verify, ratio(seconds, len(decoding))),
             "T_p": ratio(trunk + tree, verify) if trunk and tree else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
-            "prefill_seconds": self.prefill_seconds,
-            "pace_kept": ratio(self.punctual_passes, self.paced_passes),
+            "prefill_seconds": sum(seconds for seconds, _ in prefill),
+            "pace_kept": ratio(sum(passes * in_time for passes, in_time in paced),
+                               sum(passes for passes, _ in paced)),
         } | self.choices | dict(zip(names, self.guess_counts))
 
 
@@ -122,24 +91,26 @@ def choices(plan: Plan, downweight: float) -> dict[str, Any]:
             "critical_batch_size": None if b == math.inf else b}
 
 
-def write_trace(path: str, placement: Placement, stats: Stats) -> None:
-    """Write the work of every rank, and the rounds, in Chrome's Trace Event Format (microseconds).
-    Ranks of one machine share its clock. All ranks call this, and rank 0 writes."""
-    holds = {"verify": placement.holds_target}  # all other work is the draft's
-    spans = [span for span in stats.spans if holds.get(span[0], placement.holds_draft)]
-    ranks = [(socket.gethostname(), spans)] * placement.world_size
-    if placement.world_size > 1:
-        dist.all_gather_object(ranks, ranks[0])
-    events = stats.traced
-    for rank, (machine, spans) in enumerate(ranks):
-        name = f"rank {rank}, {placement.devices[rank]}, by the clock of {machine}"
-        track = {"pid": rank, "tid": 0}
-        events.append(track | {"name": "process_name", "ph": "M", "args": {"name": name}})
-        events += [track | {"name": work, "ph": "X", "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-                   for work, start, end in spans]
-    if placement.rank == 0:
-        with open_for_writing("--trace", path) as file:
-            json.dump({"traceEvents": events}, file)
+def write_trace(file: TextIO, placement: Placement, stats: Stats) -> None:
+    """Write the work of every rank and, beside rank 0's, the rounds of every row of its batch, in
+    Chrome's Trace Event Format (whole microseconds, so that a round ends where the next begins)."""
+    spans = [(rank, 0, *span, {}) for rank, *span, _, _ in stats.spans]
+    prompts = 0
+    for number, start, end, rows in stats.log:
+        if number == 0:
+            first, prompts = prompts, prompts + len(rows)
+        for row in rows:
+            told = {"prompt": first + row.row, "round": number, "drafted": row.drafted,
+                    "k": row.num_accepted, "t*": row.bonus, "hit": row.source == PRIMARY,
+                    "source": ("cache", "backup")[row.source]}
+            spans.append((0, 1 + row.row, "round", start, end, told))
+    events = [{"name": work, "ph": "X", "pid": rank, "tid": track, "args": told,
+               "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
+              for rank, track, work, start, end, told in spans]
+    for rank, device in enumerate(placement.devices):
+        name = f"rank {rank}, {device}, by the clock of its machine"
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+    json.dump({"traceEvents": events}, file)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -40,7 +40,7 @@ from cli import launch, placement
 from cli.job import Job, encode, open_model
 from cli.screen import Display, print_summary
 from cli.settings import ROOT, TINY, BenchSettings, Settings, parse
-from cli.stats import Stats
+from cli.stats import RowRound, Stats
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
@@ -391,7 +391,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         with clock("verify"):
             now[0] += seconds
             clock.passes += passes
-        stats.add(**clock.read())
+        stats.add([(clock.read(), [])])
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"
@@ -891,7 +891,8 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
     bench = importlib.import_module("bench")
-    stats = Stats(1, tokens=10, prefill_tokens=1, row_rounds=6, hits=6, hit_tokens=9)
+    rows = [[RowRound(0, PRIMARY, [], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
+    stats = Stats(1, log=[(number, 0, 1, row) for number, row in enumerate(rows)])
     stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
@@ -910,8 +911,9 @@ def test_the_benchmark_counts_predicts_and_measures():
     bench = object.__new__(bench_py.Bench)
     bench.settings = BenchSettings(pace=(100, 10), lookahead=2, budget=24)
     decoded = []
-    stats = Stats(2, tokens=14, prefill_tokens=4, row_rounds=5, hits=5, hit_tokens=10,
-                  log=[(4, 8, 0.25), (1, 2, 0.25)], spans=[("verify", 0.0, 0.2)])
+    row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
+    stats = Stats(2, spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
+        (0, 0.0, 1.0, 4 * [row]), (1, 1.0, 1.25, 4 * [row]), (2, 1.25, 1.5, [row])])
     stats.guess_counts = [[[8] + [0] * 64] * 3, [[0] * 65] * 3]  # the first guess is right
 
     def decode(points, texts):
@@ -928,6 +930,7 @@ def test_the_benchmark_counts_predicts_and_measures():
     assert predicted["counted"] and predicted["tokens/s"] == pytest.approx(1000 * 4 * 2 / 100)
     assert not measured["counted"] and measured["T_v in ms"] == pytest.approx(100)
     assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
+    assert measured["verifier_utilisation"] == pytest.approx(2 * 0.2 / 0.5)
 
 
 def test_the_benchmark_learns_the_times_where_there_is_no_pace():
@@ -937,9 +940,11 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
     bench = object.__new__(bench_py.Bench)
     bench.settings = BenchSettings(pace=(0, 0), lookahead=2)
     bench.prompts = [[1]]
-    with_cache = Stats(spans=[("trunk", 0.0, 0.01), ("tree", 0.0, 0.05)])
-    with_cache.spans += [("verify", 0.0, seconds) for seconds in (0.09, 0.1, 0.9)]
-    without = Stats(spans=[("verify", 0.0, 0.5), ("backup", 0.0, 0.06)])
+    with_cache = Stats()
+    with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)], []),
+                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)], [])])
+    without = Stats()
+    without.add([([("verify", 0.0, 0.5, 1, None)], []), ([("backup", 0.0, 0.06, 2, None)], [])])
     decoded = []
 
     def decode(points, texts):

@@ -19,14 +19,7 @@ from typing import Any, Iterator, NamedTuple
 
 import torch
 
-from cache import (
-    BACKUP,
-    NO_OUTCOME,
-    Outcome,
-    Speculation,
-    SpeculationCache,
-    acceptance_distribution,
-)
+from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.job import Job, Models
 from cli.screen import Display, can_show_colours, visible
 from course.options import ExplainSettings
@@ -106,8 +99,8 @@ class Narrator:
         """Round 0 and as many rounds as were asked for, seen from inside, of every active row."""
         turns = TakingTurns(self.draft, self.sequences.prompts, self.sequences.max_length)
         rounds = decode(self.target, turns, self.sequences, self.job.settings.lookahead)
-        for speculation, outcome in islice(rounds, self.job.settings.rounds + 1):
-            yield self.look_inside(speculation, outcome, turns.cache)
+        for speculation, _ in islice(rounds, self.job.settings.rounds + 1):
+            yield self.look_inside(speculation, turns.cache)
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
@@ -120,19 +113,17 @@ class Narrator:
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
             self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
 
-    def look_inside(self, speculation: Speculation, outcome: Outcome,
-                    cache: SpeculationCache) -> list[Round]:
+    def look_inside(self, speculation: Speculation, cache: SpeculationCache) -> list[Round]:
         """A round as target and draft see it before they move on."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
         rounds = []
-        for row, num_accepted, _ in self.sequences.last_round:
+        for row, source, drafted, k, bonus, _ in self.sequences.last_round:
             guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
             prepared = {(k, token): branch for k, token, branch in guesses if k != NO_OUTCOME}
             rounds.append(Round(
-                row, speculation.tokens[row].tolist(), int(speculation.source[row]),
-                (num_accepted, int(outcome.bonus[row])), prepared, p[row], q[row],
+                row, drafted, source, (k, bonus), prepared, p[row], q[row],
                 speculation.q[row].cpu(), uniforms[row]))
         return rounds
 

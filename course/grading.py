@@ -208,7 +208,7 @@ def test_8a(k, bonus, hits):
     says = functools.partial(check, arguments)
     active = [row for row in range(2) if k[row] != FINISHED]
     source = [PRIMARY if row in hits else BACKUP for row in active]
-    work = [name for name, *_ in draft.clock.read()["spans"]]
+    work = [name for name, *_ in draft.clock.read()]
     says("who drafted: the cache, or the backup", answer.source[active], source)
     says("one backup if a row missed, else none; timed", work.count("backup"), BACKUP in source)
     says("passes of the draft: K or none", MODEL.forward_fn.call_count, 2 * work.count("backup"))
@@ -245,7 +245,7 @@ def test_8b(shapes, temperature, in_flight):
     draft.trunk_pass = mock.Mock(wraps=draft.trunk_pass)
     cached = attempt(f"8b, with a budget of {budget}", draft.pre_speculate, in_flight)
     says = functools.partial(check, in_flight)
-    work = [name for name, *_ in draft.clock.read()["spans"]]
+    work = [name for name, *_ in draft.clock.read()]
     says("a trunk, timed, a trunk pass, a tree, timed; without a budget, none",
          [work.count("trunk"), draft.trunk_pass.call_count, work.count("tree")],
          [1, 1, 1] if budget else [0, 0, 0])

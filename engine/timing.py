@@ -1,7 +1,6 @@
 """Times every piece of work, and can let it take as long as on other hardware."""
 import time
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -20,33 +19,28 @@ class PacedClock:
     def __init__(self, device: torch.device):
         self.device = device
         self.pace = 0.0  # off
-        self.marks = []  # (work, start, end)
-        self.passes = 0           # in the work at hand; the model counts them
-        self.paced_passes = 0     # in all paced work
-        self.punctual_passes = 0  # in paced work that was done in time
+        self.marks = []  # (work, start, end, passes, done in time for the pace)
+        self.passes = 0  # in the work at hand; the model counts them
 
     @contextmanager
     def __call__(self, work: str):
         start = self.now()
         begun = time.perf_counter()
         self.passes = 0
-        on_gpu = self.device.type == "cuda"
-        with torch.cuda.nvtx.range(work) if on_gpu else nullcontext():
+        with torch.cuda.nvtx.range(work) if self.device.type == "cuda" else nullcontext():
             yield
-        if self.pace:
-            self.wait(begun + self.passes * self.pace)
-        self.marks.append((work, start, self.now()))
+        in_time = self.wait(begun + self.passes * self.pace) if self.pace else None
+        self.marks.append((work, start, self.now(), self.passes, in_time))
 
-    def wait(self, due: float) -> None:
-        """Sleep until the work at hand may end."""
+    def wait(self, due: float) -> bool:
+        """Sleep until the work at hand may end. False if it has ended too late."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.paced_passes += self.passes
-        if time.perf_counter() <= due:
-            self.punctual_passes += self.passes
+        in_time = time.perf_counter() <= due
         time.sleep(max(0.0, due - time.perf_counter() - SPIN))
         while time.perf_counter() < due:
             pass
+        return in_time
 
     def now(self) -> "float | torch.cuda.Event":
         """The time in seconds, or an event that the GPU has yet to reach."""
@@ -56,18 +50,16 @@ class PacedClock:
         event.record()
         return event
 
-    def read(self) -> dict[str, Any]:
-        """The times of all work since the last reading: "spans", (work, start, end) in seconds, and
-        "pace", (punctual passes, paced passes)."""
+    def read(self) -> list[tuple[str, float, float, int, bool | None]]:
+        """All work since the last reading: (work, start, end, passes, in time), in seconds; None:
+        there was no pace."""
         marks = self.marks
-        pace = (self.punctual_passes, self.paced_passes)
         self.marks = []
-        self.punctual_passes = 0
-        self.paced_passes = 0
         if self.device.type == "cuda":
             last = self.now()
             last.synchronize()
             now = time.perf_counter()
-            marks = [(work, *(now - event.elapsed_time(last) / 1000 for event in events))
-                     for work, *events in marks]
-        return {"spans": marks, "pace": pace}
+            marks = [(work, now - start.elapsed_time(last) / 1000,
+                      now - end.elapsed_time(last) / 1000, *how)
+                     for work, start, end, *how in marks]
+        return marks
