@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import saguaro
 from audit.evidence import ALPHA, audit_groups
@@ -39,9 +40,10 @@ from engine.model import CausalLM, load
 from engine.tensor_parallel import load_sharded
 from engine.timing import PacedClock
 from saguaro import Decoder, Sequences
-from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, host_waits, on_gpus
+from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus
 from testing.shared import (
     RAGGED,
+    assert_close,
     greedy_reference,
     imitation,
     in_ranks,
@@ -191,66 +193,89 @@ def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
 # ---- rounds on GPUs ----
 
 ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(backup="lookup"),
-          dict(temperature=1, backup="lookup"),
-          dict(temperature=1, backup="random"), dict(temperature=1, mode="sd"),
-          dict(temperature=1, mode="ar"))
+          dict(temperature=1, backup="lookup"), dict(temperature=1, backup="random"))
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
 
 
-def texts_of_rounds(decoder: Decoder, rounds=ROUNDS) -> list[list[list[int]]]:
+def save_pair(folder: Path, family: str = "llama", **changes) -> dict[str, str]:
+    """Checkpoints of two random models, and a prompt that they know, as settings name them."""
+    target = random_model(family, **changes)
+    for name, model in (("target", target), ("draft", imitation(target, 0.15))):
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(TINY / "target").save_pretrained(folder / name)
+    return dict(target=str(folder / "target"), draft=str(folder / "draft"), prompt="!")
+
+
+def decoder_of(settings: Settings) -> Decoder:
+    job = Job(settings)
+    return Decoder(settings, job.load(), job.placement)
+
+
+def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
     """Of all batches with all choices."""
     texts = []
-    for choices in rounds:
+    for choices in ROUNDS:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
         texts += map(Decoder(settings, decoder.models, decoder.placement), BATCHES)
     return texts
 
 
-def capture(decoder: Decoder) -> None:
-    """Let the models that are on GPUs replay their passes."""
-    for model in decoder.models[:2]:
-        if model.device != CPU:
-            model.forward_fn = cuda_graphs.GraphRunner(model)
+def refuse(*_, **__):
+    raise RuntimeError("operation not permitted")
 
 
-def decoder_on_gpus(dtype: torch.dtype, draft_device: str = "cuda:0", **choices) -> Decoder:
-    target = copy.deepcopy(random_model()).to("cuda:0", dtype)
-    draft = copy.deepcopy(imitation(random_model(), 0.15)).to(draft_device, dtype)
-    return make_decoder(target, draft, **choices)
+def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) -> torch.Tensor:
+    return replay(graph, inputs) + 1
 
 
-def decode_on_gpus(gpus, dtype: torch.dtype, draft_device: str, eager: bool) -> list:
-    """A rank's job."""
+def decode_on_gpus(gpus, settings: Settings, devices: list[str], trouble: str) -> list:
+    """A rank's job. Rank 1 may have trouble with graphs of the target."""
     gpus()
+    torch.cuda.device_count = lambda: len(devices) - devices.count("cpu")
     cuda_graphs.WIDTHS = [16]
-    decoder = decoder_on_gpus(dtype, draft_device)
-    if eager:
-        return texts_of_rounds(decoder)
-    capture(decoder)
+    decoder = decoder_of(settings)
+    assert decoder.placement.devices == devices
+    if decoder.placement.rank == 1 and trouble == "it refuses":
+        torch.cuda.graph = refuse
+    if decoder.placement.rank == 1 and trouble == "it replays wrongly":
+        CapturedGraph.replay = replay_wrongly
     texts = texts_of_rounds(decoder)
-    for model in decoder.models[:2]:
-        assert model.device == CPU or model.kv.graphs and model.forward_fn != model.forward_eager
+    for model in decoder.models[:1 if trouble else 2]:
+        eager = settings.eager or trouble or not model or model.device == CPU
+        assert bool(eager) != bool(model and model.kv.graphs)
     return texts
 
 
+ONE = ["cuda:0"]
+TWO = ["cuda:0", "cuda:1"]
+LLAMA = ("llama", dict(num_hidden_layers=1))
+GPU_RUNS = (  # devices of the ranks, model, settings, trouble
+    (ONE, LLAMA, {}, ""), *((ONE, model, {}, "") for model in windowed(8)),
+    (ONE, LLAMA, dict(eager=True), ""), (ONE, LLAMA, dict(mode="sd"), ""),
+    (ONE, LLAMA, dict(mode="ar"), ""), (["cuda:0", "cpu"], LLAMA, dict(dtype="float32"), ""),
+    (TWO, LLAMA, {}, ""), *((TWO, LLAMA, dict(mode="sd"), trouble)
+                            for trouble in ("", "it refuses", "it replays wrongly")))
+
+
 @slow
-@pytest.mark.parametrize("gpus", on_gpus(1))
-@pytest.mark.parametrize("dtype, draft_device, eager", (
-    (torch.float64, "cuda:0", False), (torch.float32, "cpu", False),
-    (torch.float32, "cuda:0", True)))
-def test_rounds_on_gpus_write_the_same_texts(gpus, dtype, draft_device, eager):
-    """No tensor meets one of another device, and none is copied inside a capture."""
-    models = [copy.deepcopy(model).to(dtype)
-              for model in (random_model(), imitation(random_model(), 0.15))]
-    expected = texts_of_rounds(make_decoder(*models))
-    assert in_ranks(1, decode_on_gpus, gpus, dtype, draft_device, eager) == [expected]
+@pytest.mark.parametrize("gpus, devices, model, choices, trouble", [
+    case for run in GPU_RUNS for case in on_gpus(len({*run[0]} - {"cpu"}), *run)])
+def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(gpus, devices, model, choices, trouble,
+                                                          tmp_path):
+    """Both models on one GPU; the draft on a CPU, through gloo; on another GPU, by messages through
+    NCCL; a target that two GPUs share, captured by both or none; windows, that move in captured
+    passes. No tensor meets one of another device, and none is copied inside a capture."""
+    family, changes = model
+    pair = save_pair(tmp_path, family, **dict(num_hidden_layers=2) | changes)
+    settings = Settings(**dict(dtype="float64") | choices | pair)
+    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")))
+    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices, trouble)[0] == expected
 
 
-def decode_batches(gpus) -> tuple[list, list[int]]:
-    """A rank's job: sampled texts of 50 batches, and the bytes in use after each."""
+def decode_batches(gpus, settings: Settings) -> tuple[list, list[int]]:
+    """A rank's job: the texts of 50 batches, and the bytes in use after each."""
     gpus()
-    decoder = decoder_on_gpus(torch.bfloat16, temperature=1, max_new_tokens=8)
-    capture(decoder)
+    decoder = decoder_of(settings)
     texts = []
     used = []
     for _ in range(50):
@@ -261,11 +286,13 @@ def decode_batches(gpus) -> tuple[list, list[int]]:
 
 @slow
 @pytest.mark.parametrize("gpus", on_gpus(1))
-def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus):
-    [(texts, used)] = in_ranks(1, decode_batches, gpus)
+def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus, tmp_path):
+    pair = save_pair(tmp_path)
+    settings = Settings(dtype="bfloat16", temperature=1.0, max_new_tokens=8, **pair)
+    [(texts, used)] = in_ranks(1, decode_batches, gpus, settings)
     assert 0 < max(used[25:]) <= max(used[:25])
     told = [Text(prompt, text, [""] * 8) for prompt, text in zip(50 * RAGGED, texts, strict=True)]
-    model = copy.deepcopy(random_model()).bfloat16()
+    model = load(settings.target, None, torch.bfloat16, "cpu")
     finding = audit_groups(model, told, warpers_of(1.0, 0, 1.0), len(told))["all"]
     assert finding.tokens == 1600 and min(finding.p_values.values()) > ALPHA
 
@@ -279,9 +306,13 @@ def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
     draft = decoder.draft
     sequences = Sequences(RAGGED[:1], 20, 64, [])
     waits = {}
+    torch.cuda.set_sync_debug_mode("warn")
 
     def count(step: str, function, *given):
-        result, waits[step] = host_waits(function, *given)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            result = function(*given)
+        waits[step] = len(told)
         return result
 
     speculation, outcome = record[-1]
@@ -303,38 +334,11 @@ def test_how_often_the_host_waits_for_the_gpu(gpus, temperature):
     assert in_ranks(1, waits_of_a_round, gpus, temperature) == [waits]
 
 
-def decode_in_ranks(gpus, settings: Settings, devices: list[str]) -> list:
-    """A rank's job: texts of the embedded pair."""
-    gpus()
-    torch.cuda.device_count = lambda: len(devices) - devices.count("cpu")
-    job = Job(settings)
-    decoder = Decoder(settings, job.load(), job.placement)
-    assert job.placement.devices == devices
-    texts = texts_of_rounds(decoder, ROUNDS[:2])
-    for model in decoder.models[:2]:
-        assert not model or model.device == CPU or model.kv.graphs
-    return texts
-
-
-@slow
-@pytest.mark.parametrize("gpus, mode, devices", (
-    *on_gpus(1, "ssd", ["cuda:0", "cpu"]), *on_gpus(2, "ssd", ["cuda:0", "cuda:1"]),
-    *on_gpus(2, "sd", ["cuda:0", "cuda:1"])))
-def test_two_ranks_on_gpus_write_the_texts_of_one_process(gpus, mode, devices):
-    """The draft on a CPU, through gloo; and through NCCL messages, or a target that they share."""
-    settings = Settings(mode=mode, dtype="float64", prompt="x")
-    one = Job(replace(settings, device="cpu"))
-    expected = texts_of_rounds(Decoder(one.settings, one.load()), ROUNDS[:2])
-    assert in_ranks(2, decode_in_ranks, gpus, settings, devices)[0] == expected
-
-
 DECODING = """
-import torch
 from cli.launch import launch
 from cli.settings import Settings
 from testing.fake_cuda import {gpus}
 {gpus}()
-torch.cuda.device_count = lambda: 2
 launch(Settings, "saguaro")"""
 
 
@@ -415,35 +419,6 @@ def test_a_short_text_after_a_long_one_captures_nothing(fake_graphs):
     assert FakeGraph.captures == before > 0
 
 
-def decode_with_windows(gpus, family: str, changes: dict) -> list[list[int]]:
-    """A rank's job."""
-    gpus()
-    cuda_graphs.WIDTHS = [16, 32, 64]
-    target = random_model(family, num_hidden_layers=2, **changes)
-    draft = copy.deepcopy(imitation(target, 0.15)).to("cuda:0")
-    decoder = make_decoder(copy.deepcopy(target).to("cuda:0"), draft, max_new_tokens=18)
-    capture(decoder)
-    texts = decoder(RAGGED)
-    assert all(model.kv.graphs for model in decoder.models[:2])
-    return texts
-
-
-@pytest.mark.parametrize("gpus", on_gpus(1))
-@pytest.mark.parametrize("family, changes", windowed(8))
-def test_the_window_of_a_captured_pass_moves(family, changes, gpus):
-    target = random_model(family, num_hidden_layers=2, **changes)
-    expected = greedy_reference(target, RAGGED, 18)
-    assert in_ranks(1, decode_with_windows, gpus, family, changes) == [expected]
-
-
-def refuse(*_, **__):
-    raise RuntimeError("operation not permitted")
-
-
-def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) -> torch.Tensor:
-    return replay(graph, inputs) + 1
-
-
 @pytest.mark.parametrize("owner, replay, reason", (
     (FakeGraph, refuse, "operation not permitted"),
     (FakeGraph, lambda graph: None, "the captured pass gives other logits"),  # none was captured
@@ -483,35 +458,17 @@ def uneven(model):
     return model
 
 
-def load_share(folder: Path, device: str, group: dist.ProcessGroup) -> CausalLM:
-    config = AutoConfig.from_pretrained(folder)
-    return CausalLM(load_sharded(str(folder), config, torch.float64, device, group))
-
-
-def logits_of(model: CausalLM, passes: int = 1) -> list[list]:
-    """The logits of TOKENS by every pass."""
-    model.allocate(2, 8, 8)
-    start = torch.zeros(2, dtype=torch.long)
-    tokens = TOKENS.to(model.device)
-    return [model.causal(tokens, start).tolist() for _ in range(passes)]
-
-
-def assert_logits_are_those_of(model, logits: list[list]) -> None:
-    with torch.inference_mode():
-        whole = model(TOKENS, use_cache=False).logits
-    computed = torch.tensor(logits).double()
-    torch.testing.assert_close(computed, whole.expand_as(computed), rtol=1e-5, atol=1e-5)
-
-
 def logits_of_shares(folders: list[Path]) -> list[list]:
     """A rank's job: for every checkpoint the logits of this rank."""
     dist.init_process_group("gloo")
     all_logits = []
     for folder in folders:
-        share = load_share(folder, "cpu", dist.group.WORLD)
-        whole = AutoModelForCausalLM.from_config(share.model.config)
+        config = AutoConfig.from_pretrained(folder)
+        whole = AutoModelForCausalLM.from_config(config)
+        share = CausalLM(load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD))
         assert share.model.num_parameters() < 0.8 * whole.num_parameters()
-        all_logits.append(logits_of(share))
+        share.allocate(2, 8, 8)
+        all_logits.append(share.causal(TOKENS, torch.zeros(2).long()).tolist())
     return all_logits
 
 
@@ -523,39 +480,6 @@ def test_two_shares_of_a_target_give_the_logits_of_the_whole(tmp_path):
         model.save_pretrained(folder, max_shard_size="20KB")  # several files
     for all_logits in in_ranks(2, logits_of_shares, folders):
         for model, logits in zip(models, all_logits):
-            assert_logits_are_those_of(model, logits)
-
-
-def captured_shares(gpus, folder: Path, trouble: str) -> tuple[list, int, bool]:
-    """A rank's job: logits of five passes, how many were replayed, and whether the rank still
-    captures. Rank 1 has the trouble."""
-    gpus()
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.cuda.set_device(rank)
-    group = dist.new_group(backend="nccl")
-    if rank == 1 and trouble == "capture":
-        torch.cuda.graph = refuse
-    replays = []
-    replay = replay_wrongly if rank == 1 and trouble == "replay" else CapturedGraph.replay
-
-    def counted(graph: CapturedGraph, inputs) -> torch.Tensor:
-        replays.append(inputs)
-        return replay(graph, inputs)
-
-    CapturedGraph.replay = counted
-    model = load_share(folder, f"cuda:{rank}", group)
-    model.forward_fn = cuda_graphs.GraphRunner(model, group)
-    logits = logits_of(model, passes=5)
-    return logits, len(replays), model.forward_fn != model.forward_eager
-
-
-@slow
-@pytest.mark.parametrize("gpus", on_gpus(2))
-@pytest.mark.parametrize("trouble", ("", "capture", "replay"))
-def test_shares_are_captured_on_all_ranks_or_on_none(trouble, tmp_path, gpus):
-    random_model().save_pretrained(tmp_path)
-    for logits, replays, captures in in_ranks(2, captured_shares, gpus, tmp_path, trouble):
-        assert_logits_are_those_of(random_model(), logits)
-        assert captures == (not trouble)
-        assert replays == 6 or trouble, "one on trial, and five passes"
+            with torch.inference_mode():
+                whole = model(TOKENS, use_cache=False).logits
+            assert_close(torch.tensor(logits).to(whole), whole, 1e-5)

@@ -20,7 +20,6 @@ class FakeGraph(TorchDispatchMode):
     they took and gave, and repeats them on these. As on a GPU all-reduces are captured, but wait
     for no other rank before the graph is replayed."""
     captures = 0
-    replays = 0
     capturing = False
 
     def __init__(self):
@@ -49,7 +48,6 @@ class FakeGraph(TorchDispatchMode):
             FakeGraph.capturing = False
 
     def replay(self) -> None:
-        FakeGraph.replays += 1
         for operation, arguments, options, given in self.operations:
             again = operation(*arguments, **options)
             for old, new in zip(tensors_in(given), tensors_in(again)):
@@ -110,8 +108,8 @@ class FakeCUDATensor(Tensor):
 class FakeCUDA(TorchDispatchMode):
     """Every operation of PyTorch passes through here and, as on a GPU, tensors of different devices
     cannot meet in one, none can be copied between devices while a graph is captured, and a copy to
-    the host must be waited for."""
-    warns = False  # whenever the host waits, for numbers or to hand some over
+    the host must be waited for: there is a warning whenever the host waits, for numbers or to hand
+    some over."""
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
         options = options or {}
@@ -135,7 +133,7 @@ class FakeCUDA(TorchDispatchMode):
         blocks = crosses and not (options.get("non_blocking") or True in arguments[2:])
         if crosses and target == CPU and not blocks:
             raise RuntimeError("the host would read before the copy has ended")
-        if FakeCUDA.warns and (blocks or name in READS):
+        if blocks or name in READS:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if FakeGraph.capturing and (crosses or name in READS):
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -173,16 +171,10 @@ def tensors_in(*values) -> list[Tensor]:
     return found
 
 
-def set_sync_debug_mode(mode: str) -> None:
-    FakeCUDA.warns = mode == "warn"
-
-
 def memory_allocated(device=None) -> int:
     """Bytes of all tensors on stand-ins for GPUs that are still referenced."""
     tensors = [value for value in gc.get_objects() if type(value) is FakeCUDATensor]
-    storages = {numbers.data_ptr(): numbers.nbytes() for numbers in
-                (tensor.numbers.untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    return sum(tensor.numbers.untyped_storage().nbytes() for tensor in tensors)
 
 
 def fake_gpus() -> None:
@@ -206,7 +198,8 @@ def fake_gpus() -> None:
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
     torch.cuda.memory_allocated = memory_allocated
-    torch.cuda.set_sync_debug_mode = set_sync_debug_mode
+    torch.cuda.set_sync_debug_mode = lambda mode: None  # they always warn
+    warnings.simplefilter("ignore")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_device_name = lambda _: "stand-in"
     torch.cuda.set_device = lambda _: None
@@ -226,13 +219,3 @@ def on_gpus(count: int, *values) -> list:
     too_few = f"not torch.cuda.is_available() or torch.cuda.device_count() < {count}"
     skip = pytest.mark.skipif(too_few, reason=f"GPUs that PyTorch can use: {count} needed")
     return [pytest.param(fake_gpus, *values), pytest.param(real_gpus, *values, marks=skip)]
-
-
-def host_waits(function, *given) -> tuple:
-    """What the function returns, and how often the host waits for a GPU meanwhile."""
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        result = function(*given)
-    torch.cuda.set_sync_debug_mode("default")
-    return result, len(waits)
