@@ -196,8 +196,7 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
     right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
-    summary = stats.summary()
-    counts = {name: summary[name] for name in names}
+    counts = {name: stats.summary()[name] for name in names}
     counts["guess_counts"] = torch.tensor(stats.guess_counts)
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)

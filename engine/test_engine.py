@@ -251,7 +251,7 @@ TWO = ["cuda:0", "cuda:1"]
 LLAMA = ("llama", dict(num_hidden_layers=1))
 GPU_RUNS = (  # devices of the ranks, model, settings, trouble
     (ONE, LLAMA, {}, ""), *((ONE, model, {}, "") for model in windowed(8)),
-    (ONE, LLAMA, dict(eager=True), ""), (ONE, LLAMA, dict(mode="sd"), ""),
+    (ONE, LLAMA, dict(dtype="float32", eager=True), ""), (ONE, LLAMA, dict(mode="sd"), ""),
     (ONE, LLAMA, dict(mode="ar"), ""), (["cuda:0", "cpu"], LLAMA, dict(dtype="float32"), ""),
     (TWO, LLAMA, {}, ""), *((TWO, LLAMA, dict(mode="sd"), trouble)
                             for trouble in ("", "it refuses", "it replays wrongly")))
