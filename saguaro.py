@@ -254,8 +254,8 @@ class Decoder:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        workers = [worker for worker in (self.target, self.draft) if worker]
-        spans = [span for worker in workers for span in worker.clock.read()]
+        spans = [span for worker in (self.target, self.draft) if worker
+                 for span in worker.clock.read()]
         ranks = [(spans, self.draft.guess_counts.table.tolist() if self.draft else [])]
         if self.channel:
             ranks *= self.placement.world_size

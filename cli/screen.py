@@ -121,7 +121,8 @@ class Display:
         print("\n")
         print_summary(self.job, summary)
         self.write_line({"statistics": summary})
-        write_trace(self.trace, self.job.placement, stats)
+        if self.job.settings.trace is not None:
+            write_trace(self.trace, self.job.placement, stats)
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Write a line to the file of --output, at once."""

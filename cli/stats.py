@@ -27,7 +27,8 @@ class Stats:
     in_turns: bool = False    # one process does the work of two, so times mean nothing
     # (number, start, end, active rows) of every round; round 0 of a batch is its prefill
     log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
-    spans: list[tuple] = field(default_factory=list)  # (rank, *span) of `PacedClock.read`
+    # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
+    spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
     def add(self, ranks: list[tuple[list, list]]) -> None:
@@ -61,7 +62,7 @@ class Stats:
         verify = self.mean_seconds("verify")
         trunk = self.mean_seconds("trunk")
         tree = self.mean_seconds("tree")
-        paced = [span[-2:] for span in self.spans if span[-1] is not None]
+        paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
         names = ("guess_counts", "guess_counts_after_backup")
         return {
             "tokens": tokens + sum(len(rows) for _, rows in prefill),

@@ -417,6 +417,7 @@ def test_a_short_text_after_a_long_one_captures_nothing(fake_graphs):
     before = FakeGraph.captures
     assert decoder([[1, 2]]) == greedy_reference(random_model(), [[1, 2]], 18)
     assert FakeGraph.captures == before > 0
+    assert FakeGraph.replays > FakeGraph.captures, "not on trial alone"
 
 
 @pytest.mark.parametrize("owner, replay, reason", (

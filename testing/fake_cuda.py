@@ -20,6 +20,7 @@ class FakeGraph(TorchDispatchMode):
     they took and gave, and repeats them on these. As on a GPU all-reduces are captured, but wait
     for no other rank before the graph is replayed."""
     captures = 0
+    replays = 0
     capturing = False
 
     def __init__(self):
@@ -48,6 +49,7 @@ class FakeGraph(TorchDispatchMode):
             FakeGraph.capturing = False
 
     def replay(self) -> None:
+        FakeGraph.replays += 1
         for operation, arguments, options, given in self.operations:
             again = operation(*arguments, **options)
             for old, new in zip(tensors_in(given), tensors_in(again)):
