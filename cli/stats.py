@@ -100,11 +100,10 @@ def write_trace(file: TextIO, placement: Placement, stats: Stats) -> None:
     for number, start, end, rows in stats.log:
         if number == 0:
             first, prompts = prompts, prompts + len(rows)
-        for row in rows:
-            told = {"prompt": first + row.row, "round": number, "drafted": row.drafted,
-                    "k": row.num_accepted, "t*": row.bonus, "hit": row.source == PRIMARY,
-                    "source": ("cache", "backup")[row.source]}
-            spans.append((0, 1 + row.row, "round", start, end, told))
+        for row, source, drafted, k, bonus, _ in rows:
+            told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k, "t*": bonus,
+                    "hit": source == PRIMARY, "source": ("cache", "backup")[source]}
+            spans.append((0, 1 + row, "round", start, end, told))
     events = [{"name": work, "ph": "X", "pid": rank, "tid": track, "args": told,
                "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
               for rank, track, work, start, end, told in spans]
