@@ -1,6 +1,6 @@
 """Audit the texts of any engine: is their distribution the target's?
 
-    python -m audit FILE --target NAME --temperature T        (--help; PORTING.md says more)
+    python -m audit FILE --target NAME --temperature T        (--help; docs/PORTING.md says more)
 """
 import argparse
 import json

@@ -418,7 +418,7 @@ def launch_results() -> list[dict]:
 
 def test_the_tables_of_readme_and_results_are_those_of_the_launch():
     readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
-    tables, _ = (ROOT / "RESULTS.md").read_text("utf-8").split("## Figures")
+    tables, _ = (ROOT / "docs/RESULTS.md").read_text("utf-8").split("## Figures")
     for f in launch_results():
         if f["sweep"] == "comparison":
             name, temperature = f["name"], int(f["value"])
@@ -470,7 +470,7 @@ def test_readme_and_porting_name_what_exists():
     assert len(names) > 20
     for owner, name in names:
         assert hasattr((modules | classes)[owner], name), f"{owner}.{name}"
-    porting = (ROOT / "PORTING.md").read_text("utf-8")
+    porting = (ROOT / "docs/PORTING.md").read_text("utf-8")
     files = [ROOT / "test_equivalence.py", *ROOT.glob("*/test_*.py")]
     tests = "".join(file.read_text("utf-8") for file in files)
     for name in re.findall(r"`(test_\w+)`", porting):
@@ -1036,11 +1036,11 @@ def test_the_frontier_of_the_log_is_predicted_by_corollary_16():
 
 def test_the_benchmark_predicts_the_rounds_of_logs_by_corollary_16():
     """The first row by hand: 0.88 x 15 ms after a hit, else (15 + 12.23) ms. All rows are
-    those of RESULTS.md."""
+    those of docs/RESULTS.md."""
     status, output = obey("bench.py", "--predict")
     rows = [line.split() for line in output.splitlines() if re.match(r" +\d", line)]
     assert "a verification of n tokens: 14.75 + 0.043 n ms" in output
     assert status == 0 and rows[0][7:11] == ["15.00", "19.05", "16.47", "2.58"]
-    results = (ROOT / "RESULTS.md").read_text("utf-8")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8")
     for *_, verification, took, predicted, difference, _, _ in rows:
         assert f"| {verification} | {predicted} | {took} | {difference} |" in results

@@ -14,7 +14,7 @@ class PacedClock:
 
     With a `pace`, work takes at least so many seconds for every pass in it, as on hardware of that
     latency: work that was done sooner sleeps for the rest. This assumes that a pass takes as long
-    for one token as for hundreds (RESULTS.md, Method)."""
+    for one token as for hundreds (docs/RESULTS.md, Method)."""
 
     def __init__(self, device: torch.device):
         self.device = device
