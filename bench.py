@@ -419,7 +419,7 @@ def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
     if settings.out is not None:  # refuse at once what could not be written at the end
-        open_for_writing("--out", settings.out, "a", settings.prompts).close()
+        open_for_writing("--out", settings.out, "a", settings).close()
     if settings.sweep:
         open_for_writing("--figures", f"{settings.figures}/{SWEEPS[0]}.svg", "a").close()
     bench = Bench(settings)

@@ -17,11 +17,14 @@ import time
 from pathlib import Path
 from typing import Callable
 
+from tqdm import tqdm
+
 from cli.settings import DecodingSettings, parse
+from cli.text import visible
 from engine.errors import UserError
 
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 STARTED = "SAGUARO_STARTED"  # set in a rank that rank 0 has started
+STORE_FD = "SAGUARO_STORE_FD"  # set in that rank 0: the socket of the store where they meet
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ended the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -45,16 +48,13 @@ def prepare_process() -> None:
     # waiting threads give their cores back sooner: twice as fast beside busy programs
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.set_threshold(100_000)  # a garbage collection would delay a pass
+    tqdm.set_lock(threading.RLock())  # its own lock, for processes, would outlive Ctrl-C
 
 
 def start(kind: type[DecodingSettings]) -> DecodingSettings:
     """Parse and check the settings of this run; start the other rank."""
-    present = [name for name in RENDEZVOUS if name in os.environ]
     try:
         settings = parse(kind)
-        if 0 < len(present) < len(RENDEZVOUS):
-            raise UserError(f"of torchrun's environment only {', '.join(present)} is left: unset "
-                            f"it, or set {', '.join(RENDEZVOUS)}")
     except UserError as problem:
         fail(problem)
     if STARTED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:  # by rank 0, or by torchrun
@@ -67,19 +67,22 @@ def start(kind: type[DecodingSettings]) -> DecodingSettings:
 
 
 def start_draft_rank() -> None:
-    """Become rank 0 of two, and start rank 1 with the same command line."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                   "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun with one process
+    """Become rank 0 of two, and start rank 1 with the same command line. They use nothing but this
+    machine's loopback, and a port that is theirs from now on."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
+                   "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
+                   # both join a store, as torchrun's ranks do; `Placement.join` starts it
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+                   "GLOO_SOCKET_IFNAME": "".join(loopback)}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     environment = os.environ | {"RANK": "1", "LOCAL_RANK": "1", STARTED: "1"}
     draft = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, errors="replace")
     threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
     atexit.register(draft.kill)
+    os.environ[STORE_FD] = str(listener.detach())
 
 
 def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) -> None:
@@ -118,7 +121,7 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
 
 def report(problem: Exception | str) -> None:
     file = sys.stdout if STARTED in os.environ else sys.stderr
-    print(f"{Path(sys.argv[0]).name}: {problem}", file=file, flush=True)
+    print(visible(f"{Path(sys.argv[0]).name}: {problem}"), file=file, flush=True)
 
 
 def fail(problem: UserError | str) -> None:
@@ -137,7 +140,7 @@ def exit_with_draft(draft: subprocess.Popen) -> None:
     time.sleep(GRACE)
     if not error or draft.returncode < 0:  # the gloo of PyTorch 2.10 prints there
         report(f"the draft's rank has ended with status {draft.returncode}")
-    print(error, end="", file=sys.stderr, flush=True)
+    print(visible(error), end="", file=sys.stderr, flush=True)
     os._exit(2 if draft.returncode == 2 else 1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cli.launch import watch
+from cli.launch import STORE_FD, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, first_line
 
@@ -63,7 +63,15 @@ class Placement:
         waits = f"rank {self.rank} waits for"
         met = watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600)
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
-        dist.init_process_group("gloo", timeout=timeout)
+        if STORE_FD in os.environ:  # kept by the class, so that it outlives the other rank
+            Placement.store = dist.TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=True,
+                wait_for_workers=False, master_listen_fd=int(os.environ[STORE_FD]))
+        try:
+            dist.init_process_group("gloo", timeout=timeout)
+        except (RuntimeError, ValueError) as problem:
+            raise UserError(f"rank {self.rank} cannot meet the others "
+                            f"({first_line(problem)})") from problem
         self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
         ranks = [None] * self.world_size
         dist.all_gather_object(ranks, (str(self.device), asked))

@@ -1,33 +1,26 @@
 """The screen: streamed text, the summary; and the file of --output."""
 import json
 import os
-import re
 import sys
-import weakref
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TextIO
 
-from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from cli.job import Job
 from cli.settings import DecodingSettings, open_for_writing
-from cli.stats import Stats, theorem_7, write_trace
+from cli.stats import Stats, theorem_7, trace_of
+from cli.text import TextStream, decode, visible
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),
     ("tokens_per_round", "tokens per round", ".2f", "accepted drafts and the bonus token"),
     ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, up to the first rejection"),
     ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
     ("verifier_utilisation", "verifier utilisation", ".2f", "the share of time spent verifying"))
-
-
-def visible(text: str) -> str:
-    """The text with control characters escaped, so that it cannot move the cursor."""
-    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def can_show_colours() -> bool:
@@ -47,16 +40,15 @@ class Display:
 
     def __init__(self, job: Job):
         self.job = job
-        self.streams = len(job.texts) == 1 and job.tokenizer.is_fast
+        self.streams = len(job.texts) == 1
         self.colours = self.streams and can_show_colours()
-        self.stream = DecodeStream(skip_special_tokens=True)  # half a character waits for the rest
+        self.stream = TextStream(job.tokenizer, job.prompts[0])
+        self.streamed = 0  # letters
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.num_texts = 0
-        self.output = open_for_writing("--output", job.settings.output, "w", job.settings.prompts)
-        self.trace = open_for_writing("--trace", job.settings.trace, "w", job.settings.prompts)
-        for file in (self.output, self.trace):
-            weakref.finalize(self, file.close)  # also if something fails
-        self.write_line({"settings": asdict(job.settings)})
+        self.output = open_for_writing("--output", job.settings.output, "w", job.settings)
+        self.trace = open_for_writing("--trace", job.settings.trace, "w", job.settings)
+        write_line(self.output, {"settings": asdict(job.settings)})
 
     def begin(self) -> None:
         """Show the prompt, if there is one."""
@@ -72,8 +64,9 @@ class Display:
             print("\n----- continued -----")
 
     def write(self, text: str, style: str) -> None:
-        text = visible(text)
-        print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
+        if text:
+            text = visible(text)
+            print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
         """New tokens, just verified. The last is the bonus token, or the text's end."""
@@ -85,9 +78,9 @@ class Display:
         for count, token in enumerate(new_tokens, start=1):
             if count == len(new_tokens):
                 style += self.UNDERLINED
-            text = self.stream.step(self.job.tokenizer.backend_tokenizer, token)
-            if text:
-                self.write(text, style)
+            text = self.stream.step(token)
+            self.streamed += len(text)
+            self.write(text, style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
         """For the audit, the group of each new token: did its round begin with a hit, and its place
@@ -104,14 +97,16 @@ class Display:
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]
             self.num_texts += 1
-            text = self.job.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = "".join(decode(self.job.tokenizer, prompt_tokens, tokens))
             reason = "length" if len(tokens) == self.job.settings.max_new_tokens else "context"
             if tokens[-1] in eos:
                 reason = "eos"
-            self.write_line({"prompt": prompt, "prompt_tokens": prompt_tokens, "text": text,
-                             "tokens": tokens, "finish_reason": reason,
-                             "group": self.groups.pop(row)})
-            if not self.streams:
+            write_line(self.output, {
+                "prompt": prompt, "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
+                "finish_reason": reason, "group": self.groups.pop(row)})
+            if self.streams:
+                self.write(text[self.streamed:], self.PLAIN)
+            else:
                 tqdm.write(f"\n----- prompt {self.num_texts} -----\n{visible(prompt)}"
                            f"\n----- continued -----\n{visible(text)}")
 
@@ -120,13 +115,22 @@ class Display:
         self.bar.close()
         print("\n")
         print_summary(self.job, summary)
-        self.write_line({"statistics": summary})
+        write_line(self.output, {"statistics": summary})
         if self.job.settings.trace is not None:
-            write_trace(self.trace, self.job.placement, stats)
+            write_line(self.trace, trace_of(stats, self.job.placement))
+        self.output.close()
+        self.trace.close()
 
-    def write_line(self, line: dict[str, Any]) -> None:
-        """Write a line to the file of --output, at once."""
-        print(json.dumps(line), file=self.output, flush=True)
+
+def write_line(file: TextIO, line: dict[str, Any]) -> None:
+    """Write a line, at once. Raises OSError, with the file's name."""
+    try:
+        print(json.dumps(line), file=file, flush=True)
+    except OSError as problem:
+        problem.filename = file.name
+        with suppress(OSError):  # or Python would report it once more
+            file.close()
+        raise
 
 
 # ---- the summary ----

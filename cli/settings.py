@@ -271,12 +271,14 @@ def read_json_lines(path: str) -> list[str]:
 
 
 def open_for_writing(flag: str, path: str | None, mode: str = "w",
-                     prompts: str | None = None) -> TextIO:
+                     settings: DecodingSettings | None = None) -> TextIO:
     """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
-    that fails or it holds the `prompts`."""
+    that fails, or if this is the file of --prompts or --output in the `settings`."""
     try:
-        if None not in (path, prompts) and Path(path).exists() and Path(path).samefile(prompts):
-            raise OSError("it holds the prompts")
+        for name in ("prompts", "output") if path and Path(path).is_file() else ():
+            other = getattr(settings, name, None)
+            if other and flag != f"--{name}" and Path(path).samefile(other):
+                raise OSError(f"it is the file of --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

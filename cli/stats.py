@@ -1,8 +1,7 @@
 """Counts and times of decoding, and the speedup that Theorem 7 predicts from them; --trace."""
-import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from cache import BACKUP, PRIMARY, throughput
 from cli.placement import Placement
@@ -92,8 +91,8 @@ def choices(plan: Plan, downweight: float) -> dict[str, Any]:
             "critical_batch_size": None if b == math.inf else b}
 
 
-def write_trace(file: TextIO, placement: Placement, stats: Stats) -> None:
-    """Write the work of every rank and, beside rank 0's, the rounds of every row of its batch, in
+def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
+    """The work of every rank and, beside rank 0's, the rounds of every row of its batch, in
     Chrome's Trace Event Format (whole microseconds, so that a round ends where the next begins)."""
     spans = [(rank, 0, *span, {}) for rank, *span, _, _ in stats.spans]
     prompts = 0
@@ -110,7 +109,7 @@ def write_trace(file: TextIO, placement: Placement, stats: Stats) -> None:
     for rank, device in enumerate(placement.devices):
         name = f"rank {rank}, {device}, by the clock of its machine"
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
-    json.dump({"traceEvents": events}, file)
+    return {"traceEvents": events}
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -21,7 +21,9 @@ import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.job import Job, Models
-from cli.screen import Display, can_show_colours, visible
+from cli.screen import Display, can_show_colours
+from cli.text import decode as decode_text
+from cli.text import visible
 from course.options import ExplainSettings
 from engine.model import CausalLM
 from engine.noise import VERIFIER_STREAM, UniformStream
@@ -92,8 +94,10 @@ class Narrator:
                 print("   Enter: the next round ", end="", flush=True)
                 sys.stdin.readline()
             self.tell(number, rounds)
-        for text, tokens in zip(self.job.texts, self.sequences.new_tokens):
-            print(f"\ntext\n{visible(text + self.job.tokenizer.decode(tokens))}")
+        texts = zip(self.job.texts, self.job.prompts, self.sequences.new_tokens)
+        for text, prompt, tokens in texts:
+            written = "".join(decode_text(self.job.tokenizer, prompt, tokens))
+            print(f"\ntext\n{visible(text + written)}")
 
     def decode(self) -> Iterator[list[Round]]:
         """Round 0 and as many rounds as were asked for, seen from inside, of every active row."""

@@ -17,12 +17,12 @@ import json
 import re
 import time
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-
-from tokenizers.decoders import DecodeStream
 
 from bench import Bench, Point
 from cli.settings import ROOT, open_for_writing
+from cli.text import decode
 from course.explain import Narrator
 from course.options import PageSettings
 from course.race import TRACE, race
@@ -74,10 +74,10 @@ def main(settings: PageSettings) -> None:
         return
     tokenizer = bench.job.tokenizer
     for run in runs:
-        stream = DecodeStream(skip_special_tokens=True)  # half a character waits for the rest
+        tokens = sum((told["new"] for told in run["rounds"]), [])
+        pieces = iter(decode(tokenizer, bench.prompts[0], tokens))
         for told in run["rounds"]:
-            told["text"] = [stream.step(tokenizer.backend_tokenizer, token) or ""
-                            for token in told["new"]]
+            told["text"] = list(islice(pieces, len(told["new"])))
         if run["launch"]["lookahead"]:
             look_inside(bench, run)
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,

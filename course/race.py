@@ -12,8 +12,8 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from cli.screen import visible
 from cli.settings import ROOT
+from cli.text import visible
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 SLOWER, PAUSE = 2, 3000  # it plays so many times slower, and pauses before it begins again

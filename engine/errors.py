@@ -6,7 +6,10 @@ class UserError(Exception):
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of a library's error message, or what it means here."""
+    """The first line of a library's error message, with the next if it ends in a colon; or what it
+    means here."""
     if "trust_remote_code" in str(problem):
         return "it needs code of its own, which is not run here"
-    return (getattr(problem, "strerror", None) or str(problem) or repr(problem)).splitlines()[0]
+    message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
+    first, *others = [line.strip() for line in message.splitlines() if line.strip()]
+    return f"{first} {others[0]}" if first.endswith(":") and others else first

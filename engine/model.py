@@ -37,9 +37,12 @@ from engine.timing import PacedClock
 
 PENALTIES = {  # what else changes `generate`'s text, and the value that changes nothing
     "repetition_penalty": 1, "num_beams": 1, "guidance_scale": 1, "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
     "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
     "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "stop_strings": None}
+    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "stop_strings": None,
+    "max_time": None, "watermarking_config": None, "penalty_alpha": 0, "dola_layers": None}
+WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 
 
@@ -147,11 +150,12 @@ class CausalLM:
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
-    @property
-    def penalties(self) -> dict[str, object]:
-        """What the generation config asks of `generate`, and this program does not do."""
+    def not_applied(self, sampling: bool) -> dict[str, object]:
+        """What the generation config asks of `generate`, when greedy or `sampling`, and this
+        program does not do."""
         asked = self.model.generation_config.to_dict()
-        return {name: asked[name] for name, neutral in PENALTIES.items()
+        others = PENALTIES | WARPERS if sampling else PENALTIES
+        return {name: asked[name] for name, neutral in others.items()
                 if asked.get(name) not in (None, [], neutral)}
 
     @property

@@ -1,0 +1,45 @@
+"""Text: from tokens, as they come; and as it may be printed."""
+import os
+import re
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
+
+
+def visible(text: str) -> str:
+    """The text with control characters escaped, so that it cannot move the cursor."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+class TextStream:
+    """The text of new tokens as they come, so that decode(prompt + new) = decode(prompt) + text.
+    Tokens are decoded behind others, because decoders may treat the first one differently."""
+
+    def __init__(self, tokenizer, prompt: list[int]):
+        """`prompt`: its token ids."""
+        self.tokenizer = tokenizer
+        self.before = prompt  # in the end the last tokens that have given text
+        self.waiting = []
+
+    def step(self, token: int, last: bool = False) -> str:
+        """The text that this token settles; what later tokens could change waits for the `last`."""
+        self.waiting.append(token)
+        text = self.decode(self.before + self.waiting)
+        text = text[len(os.path.commonprefix([self.decode(self.before), text])):]
+        in_run = BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "")
+        unsettled = in_run or not self.decode([token]) or text.endswith("\ufffd")
+        if not text or unsettled and not last:
+            return ""
+        self.before = self.waiting
+        self.waiting = []
+        return text
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True,
+                                     clean_up_tokenization_spaces=False)
+
+
+def decode(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
+    """The text of new tokens behind a prompt, in pieces, one for each token."""
+    stream = TextStream(tokenizer, prompt)
+    return [stream.step(token, place == len(tokens)) for place, token in enumerate(tokens, start=1)]
