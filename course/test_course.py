@@ -22,9 +22,10 @@ from cache import PRIMARY, Speculation
 from cli.job import Job
 from cli.placement import Placement
 from cli.settings import Settings, parse
-from course import explain, grading, mark
+from course import explain, grading, handout, mark, page, race
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
-from course.options import ExplainSettings
+from course.options import ExplainSettings, PageSettings, run_command
+from engine.errors import UserError
 from saguaro import Channel
 from testing.shared import in_ranks
 
@@ -701,6 +702,8 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
     ("handout", ["\u0141ukasz"]),
     ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks"])))  # \xff: not in UTF-8
 def test_names_are_printed_whatever_the_encoding_of_the_output_is(module, names, tmp_path):
+    for name in names[:2] if module == "mark" else []:
+        (tmp_path / name).mkdir()
     run = subprocess.run(
         [sys.executable, "-m", f"course.{module}", *names, "--only", "6"], cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
@@ -819,6 +822,92 @@ def test_marking(tmp_path, monkeypatch, capsys):
     assert late == (0, "not done after 2.5 seconds")
     gone = mark.grade(tmp_path / "gone", "4", 2.5)
     assert gone[0] == 0 and "FileNotFoundError" in gone[1]
+
+
+# ---- wrong arguments ----
+
+PAGE = str(ROOT / "docs/index.html")
+
+
+@pytest.mark.parametrize("module, arguments, said", [
+    (handout, "file", "FOLDER 'file': Not a directory"),
+    (handout, "file/new", "FOLDER 'file/new': Not a directory"),
+    (handout, "full", "FOLDER 'full': it is not empty; name a new or empty folder"),
+    (handout, "", "required: folder"),
+    (handout, "new --only 9", "--only: invalid choice: '9'"),
+    (handout, "new --solutions --only 4", "not allowed with argument"),
+    (mark, "", "required: FOLDER"),
+    (mark, "full missing", "FOLDER: 'missing' is no folder"),
+    (mark, "file", "FOLDER: 'file' is no folder"),
+    (mark, "full --timeout nan", "--timeout: nan is not above 0"),
+    (mark, "full --timeout inf", "--timeout: inf is not above 0"),
+    (mark, "full --timeout 0", "--timeout: 0 is not above 0"),
+    (mark, "full --timeout -3", "--timeout: -3 is not above 0"),
+    (mark, "full --timeout soon", "--timeout: invalid seconds value: 'soon'"),
+    (mark, "full --only 4 10", "--only: invalid choice: '10'"),
+    (mark, "full --csv full", "--csv 'full': Is a directory"),
+    (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
+    (race, "", "required: PAGE, SVG"),
+    (race, "file", "required: SVG"),
+    (race, f"{PAGE} one two", "unrecognized arguments: two"),
+    (race, "missing race.svg", "PAGE 'missing': No such file"),
+    (race, "full race.svg", "PAGE 'full': Is a directory"),
+    (race, "file race.svg", "PAGE 'file' holds no trace"),
+    (race, "trace race.svg", "PAGE 'trace' holds no trace"),
+    (race, "file ./file", "PAGE 'file': it would be overwritten"),
+    (race, f"{PAGE} full", "SVG 'full': Is a directory")])
+def test_a_wrong_argument_gets_one_sentence(
+        tmp_path, monkeypatch, capsys, module, arguments, said):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/cache.py").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        run_command(module.main)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == ""
+    assert said in err and err.startswith("command: error: ") and err.count("\n") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
+
+
+@pytest.mark.parametrize("module", ("handout", "mark", "race", "page", "explain"))
+def test_commands_end_with_status_2(module):
+    run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
+                         capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith(f"{module}.py: error: ")
+    assert run.stderr.count("\n") == 1 and run.stdout == ""
+
+
+@pytest.mark.parametrize("out, said", (
+    (".", "Is a directory"), ("full", "Is a directory"), ("", "Is a directory"),
+    ("missing/page.html", "No such file"), ("file/page.html", "Not a directory"),
+    ("full/page.html", "race.svg': Is a directory"), ("race.svg", "the race is written there")))
+def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, out, said):
+    (tmp_path / "full/race.svg").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(page, "Bench", None)
+    with pytest.raises(UserError, match="--out") as refused:
+        page.main(PageSettings(out=out))
+    assert said in str(refused.value)
+
+
+def test_a_page_shows_one_text():
+    for arguments in (["a", "b"], ["a", "--prompts", "file"]):
+        with pytest.raises(UserError, match="one text"):
+            parse(PageSettings, arguments)
+
+
+def test_an_exercise_named_twice_counts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mark.py", str(tmp_path), "--only", "6", "6"])
+    mark.main()
+    assert capsys.readouterr().out.startswith("6\ttotal\tsubmission\n0\t0\t")
+    handout_of = tmp_path / "of 6"
+    monkeypatch.setattr(sys, "argv", ["handout.py", str(handout_of), "--only", "6", "6"])
+    handout.main()
+    assert "These are 10 points" in (handout_of / "SHEET.md").read_text("utf-8")
 
 
 # ---- slow motion ----
