@@ -6,7 +6,6 @@ A function keeps its signature and its docstring, in which a pointer to the pape
 formula; its body becomes `raise NotImplementedError`. handout.toml lists the exercises, these
 docstrings, and the files; those that would show a solution are kept back till afterwards.
 """
-import argparse
 import ast
 import re
 import shutil
@@ -14,6 +13,10 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+
+from cli.settings import Parser
+from course.options import run_command
+from engine.errors import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENTS = tomllib.loads((ROOT / "course/handout.toml").read_text("utf-8"))
@@ -69,7 +72,7 @@ def write(folder: Path, numbers: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the assignment as a folder to hand out.")
+    parser = Parser(description="Write the assignment as a folder to hand out.")
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES],
@@ -77,12 +80,16 @@ def main() -> None:
     which.add_argument("--solutions", action="store_const", dest="only", const=[],
                        help="take out nothing, and add the proofs: to hand out afterwards")
     args = parser.parse_args()
-    if args.folder.is_file() or any(args.folder.glob("*")):
-        parser.error(f"{args.folder} is there: name a new or empty folder")
-    write(args.folder, args.only)
+    numbers = list(dict.fromkeys(args.only))
+    try:
+        if args.folder.exists() and any(args.folder.iterdir()):
+            raise OSError("it is not empty; name a new or empty folder")
+        write(args.folder, numbers)
+    except OSError as problem:
+        raise UserError(f"FOLDER '{args.folder}': {first_line(problem)}") from problem
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
-    print(f"{args.folder}: exercises {', '.join(args.only) or 'solved'}; read SHEET.md there")
+    print(f"{args.folder}: exercises {', '.join(numbers) or 'solved'}; read SHEET.md there")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from cli.settings import Parser, open_for_writing
 from course.handout import EXERCISES, ROOT, missing
+from course.options import run_command
 
 
 def grade(submission: Path, number: str, timeout: float) -> tuple[int, str]:
@@ -52,26 +54,39 @@ def grade(submission: Path, number: str, timeout: float) -> tuple[int, str]:
     return 0, failure[1] if failure else "pytest did not come to an end"
 
 
+def folder(name: str) -> Path:
+    if not os.path.isdir(name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no folder; name one with files handed in")
+    return Path(name)
+
+
+def seconds(text: str) -> float:
+    if not 0 < float(text) <= 1e6:  # NaN neither
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1000000")
+    return float(text)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mark submissions.")
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--csv", default=os.devnull, help="write points and remarks to this file")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for each exercise")
+    parser = Parser(description="Mark submissions.")
+    parser.add_argument("folders", type=folder, nargs="+", metavar="FOLDER")
+    parser.add_argument("--csv", help="write points and remarks to this file")
+    parser.add_argument("--timeout", type=seconds, default=120, help="seconds for each exercise")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     args = parser.parse_args()
+    numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
-    print(*args.only, "total", "submission", sep="\t")
-    with (ThreadPoolExecutor(os.cpu_count()) as pool,
-          open(args.csv, "w", newline="", encoding="utf-8", errors="backslashreplace") as file):
+    with open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+        file.reconfigure(newline="", errors="backslashreplace")
+        print(*numbers, "total", "submission", sep="\t")
         table = csv.writer(file)
-        table.writerow(["submission", *args.only, "total", "remarks"])
-        for folder in args.folders:
-            marks = pool.map(partial(grade, folder, timeout=args.timeout), args.only)
+        table.writerow(["submission", *numbers, "total", "remarks"])
+        for submission in args.folders:
+            marks = pool.map(partial(grade, submission, timeout=args.timeout), numbers)
             points, remarks = zip(*marks)
-            said = [f"{number}: {remark}" for number, remark in zip(args.only, remarks) if remark]
-            table.writerow([folder, *points, sum(points), "; ".join(said)])
-            print(*points, sum(points), "\n\t".join([str(folder), *said]), sep="\t", flush=True)
+            said = [f"{number}: {remark}" for number, remark in zip(numbers, remarks) if remark]
+            table.writerow([submission, *points, sum(points), "; ".join(said)])
+            print(*points, sum(points), "\n\t".join([str(submission), *said]), sep="\t", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

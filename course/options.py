@@ -1,7 +1,11 @@
-"""The options of slow motion and of the page."""
+"""The options of slow motion and of the page; the one sentence of an error in other commands."""
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
 
+from cli.launch import fail
 from cli.settings import DecodingSettings, option, pace_option
+from engine.errors import UserError
 
 
 @dataclass
@@ -30,6 +34,21 @@ class PageSettings(DecodingSettings):
 
     quick = color = False  # no options, but `Bench` and `Narrator` read them
 
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.prompt) + (self.prompts is not None) > 1:
+            raise UserError("a page shows one text: give one TEXT, or --prompts")
+        if Path(self.out).name == "race.svg":
+            raise UserError(f"--out {self.out!r}: the race is written there; name another file")
+
     @property
     def rounds(self) -> int:
         return self.max_new_tokens  # a round yields one at least
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command that decodes nothing; a `UserError` is one sentence, and exit status 2."""
+    try:
+        main()
+    except UserError as problem:
+        fail(problem)

@@ -66,6 +66,9 @@ def look_inside(bench: Bench, run: dict) -> None:
 
 
 def main(settings: PageSettings) -> None:
+    out = Path(settings.out)
+    for file in (out, out.parent / "race.svg"):  # refuse at once what could not be written
+        open_for_writing("--out", str(file), "a", settings.prompts).close()
     bench = Bench(settings)
     lines = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
     runs = [timed(bench, line) for line in lines
@@ -83,7 +86,7 @@ def main(settings: PageSettings) -> None:
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
              "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
              "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}
-    write(trace, Path(settings.out))
+    write(trace, out)
 
 
 def write(trace: dict, out: Path) -> None:

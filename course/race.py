@@ -7,13 +7,14 @@ the template, too: its styles and its legend stay.
 """
 import json
 import re
-import sys
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from cli.settings import ROOT
+from cli.settings import ROOT, Parser, open_for_writing
 from cli.text import visible
+from course.options import run_command
+from engine.errors import UserError, first_line
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 SLOWER, PAUSE = 2, 3000  # it plays so many times slower, and pauses before it begins again
@@ -103,6 +104,23 @@ def race(trace: dict) -> str:
     return f'{begin}id="race">\n{motion(drawn, end)}\n{drawn}</g>\n</svg>\n'
 
 
+def main() -> None:
+    parser = Parser(description="Draw the race of a page, as an animated SVG.")
+    parser.add_argument("page", type=Path, metavar="PAGE", help="written by course.page")
+    parser.add_argument("svg", metavar="SVG", help="the file to write")
+    args = parser.parse_args()
+    try:
+        if args.page.resolve() == Path(args.svg).resolve():
+            raise OSError("it would be overwritten; name another file as SVG")
+        drawn = race(json.loads(re.search(TRACE, args.page.read_text("utf-8"))[0]))
+    except OSError as problem:
+        raise UserError(f"PAGE '{args.page}': {first_line(problem)}") from problem
+    except (ValueError, TypeError, LookupError) as problem:
+        raise UserError(f"PAGE '{args.page}' holds no trace: name a page that course.page has "
+                        "written") from problem
+    with open_for_writing("SVG", args.svg) as file:
+        file.write(drawn)
+
+
 if __name__ == "__main__":
-    page, svg = map(Path, sys.argv[1:])
-    svg.write_text(race(json.loads(re.search(TRACE, page.read_text("utf-8"))[0])), "utf-8")
+    run_command(main)

@@ -22,9 +22,10 @@ from cache import PRIMARY, Speculation
 from cli.job import Job
 from cli.placement import Placement
 from cli.settings import Settings, parse
-from course import explain, grading, mark
+from course import explain, grading, handout, mark, page, race
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
-from course.options import ExplainSettings
+from course.options import ExplainSettings, PageSettings, run_command
+from engine.errors import UserError
 from saguaro import Channel
 from testing.shared import in_ranks
 
@@ -74,6 +75,22 @@ for b in range(len(candidates)):
     ks.append([k for k, _ in guesses])
     tokens.append([t for _, t in guesses])
 return Outcome(torch.tensor(ks), torch.tensor(tokens))""",
+    "cache.critical_batch_size": """
+def gain(x):  # of the neural backup, where p^b = x
+    fast, neural = ((hit_rate * tokens_hit + (1 - hit_rate) * tokens)
+                    / (x * max(1.0, T_p) + (1 - x) * (1 + T))
+                    for tokens, T in ((tokens_fast, T_fast), (tokens_neural, T_neural)))
+    return neural - fast
+
+if gain(0) >= 0:
+    return math.inf
+if hit_rate == 0 or gain(1) <= 0:
+    return 0.0
+low, high = 0.0, 1.0
+for _ in range(100):
+    x = (low + high) / 2
+    low, high = (low, x) if gain(x) > 0 else (x, high)
+return math.log(x) / math.log(hit_rate)""",
     "cache.expected_tokens": """
 return (1 - acceptance_rate ** (lookahead + 1)) / (1 - acceptance_rate)""",
     "draft_worker.tree_layout": """
@@ -215,7 +232,19 @@ SPECULATE = (  # of exercise 8a
     ("always the neural backup", "BACKUPS[self.plan.backup](self)", "neural_backup(self)"),
     ("a backup for every row that missed", "    drafted = BACKUPS",
      "    for _ in missed:\n            drafted = BACKUPS"),
-    ("nothing is timed", 'with self.clock("backup"):', "if True:"))
+    ("nothing is timed", 'with self.clock("backup"):', "if True:"),
+    ("who finished hides who missed", "if any(not outcome.finished[b] for b in missed):",
+     "if missed and not outcome.finished.any():"),
+    ("the last row hides who missed", "if any(not outcome.finished[b] for b in missed):",
+     "if missed and not outcome.finished[-1]:"),
+    ("changes the outcome", "return Speculation(",
+     "outcome.num_accepted.clamp_(min=0)\nreturn Speculation("),
+    ("changes the cache", "return Speculation(", "cache.tokens[:] = 0\nreturn Speculation("),
+    ("fails with one row", "tokens, q, hit = cache.look_up(outcome)",
+     "tokens, q, hit = cache.look_up(outcome)\nhit = hit.squeeze()"),
+    ("fails when greedy", "    q[missed] = drafted[1][missed]",
+     "    q[missed] = drafted[1][missed] * (drafted[1].max() > 0)"))
+SHARED = "u = self.uniforms[PRIMARY].draw(*tokens.shape)"  # numbers; below they are used twice
 PRE_SPECULATE = (  # of exercise 8b
     ("all uniform numbers are 0.5", "u = self.uniforms[PRIMARY].draw(*tokens.shape)",
      "u = torch.full(tokens.shape, 0.5).double()"),
@@ -260,7 +289,40 @@ PRE_SPECULATE = (  # of exercise 8b
     ("two trunk passes", "candidates = self", "candidates = self.trunk_pass(speculation)\n"
      "    candidates = self"),
     ("joins the text at once", "start = int", "self.length = self.length + 1\nstart = int"),
-    ("nothing is timed", 'with self.clock("tree"):', "if True:"))
+    ("nothing is timed", 'with self.clock("tree"):', "if True:"),
+    ("rounds share three apart", SHARED, f"""{SHARED}
+        self.old = getattr(self, "old", []) + [u]
+        u = self.old[-1 - 3 * self.lookahead] if len(self.old) > 3 * self.lookahead else u
+        self.old[-1] = u"""),
+    ("every second round shares", SHARED, f"""{SHARED}
+        self.old = getattr(self, "old", []) + [u]
+        if len(self.old) % (2 * self.lookahead) > self.lookahead:
+            u = self.old[-1 - self.lookahead]"""),
+    ("branches share three apart", SHARED,
+     "u = self.uniforms[PRIMARY].draw(B, 3).repeat(1, tokens.shape[1])[:, :tokens.shape[1]]"),
+    ("branches share in reverse in the next row", SHARED,
+     f"{SHARED}\n        u[1:] = u[:-1].flip(1)"),
+    ("rows share four apart", SHARED, f"{SHARED}\n        u[4:] = u[:-4]"),
+    ("steps share two apart", SHARED, f"""{SHARED}
+        us = [*us, u] if step else [u]
+        u = us[step % 2]"""),
+    ("one step and the next branch share", SHARED, f"""{SHARED}
+        u[:, 1:] = before[:, :-1] if step else u[:, 1:]
+        before = u.clone()"""),
+    ("one number for all branches in round 0", SHARED,
+     f"{SHARED}\n        u = u if K else u[:, :1].expand_as(u)"),
+    ("the backup's numbers", SHARED, SHARED.replace("PRIMARY", "BACKUP")),
+    ("draws from q, reports sigma", "        all_tokens.append(tokens)",
+     "        tokens = Sampler.sample(self.sampler, logits, u, 0)[0]\n"
+     "        all_tokens.append(tokens)"),
+    ("changes the plan", "guesses = likely_outcomes(", "self.plan.fan_out[1][0] += 1\n"
+     "guesses = likely_outcomes("),
+    ("changes the text", "guesses = likely_outcomes(", "self.text[:, -1] = 9\n"
+     "guesses = likely_outcomes("),
+    ("changes the speculation", "guesses = likely_outcomes(", "speculation.tokens[:, -1:] = 9\n"
+     "guesses = likely_outcomes("),
+    ("the first row's source for all", "for s in speculation.source]",
+     "for s in [speculation.source[0]] * B]"))
 SERVE = (  # of exercise 8c; edits of the program's own
     ("waits, and then pre-speculates", """
         cache = draft.pre_speculate(speculation)  # while the target verifies it
@@ -280,11 +342,129 @@ SERVE = (  # of exercise 8c; edits of the program's own
     ("never stops", "return\n        speculation =", "pass\n        speculation ="),
     ("the draft never reads the prompts", "draft.start(prompts, max_length)", "pass"),
     ("too short a text", "draft.start(prompts, max_length)", "draft.start(prompts, 9)"),
+    ("stops when nothing was accepted", "finished.all():",
+     "finished.all() or speculation.tokens.shape[1] and outcome.num_accepted.max() <= 0:"),
+    ("stops when as many are accepted as rows are finished", "outcome.finished.all()",
+     "outcome.num_accepted.sum() < 0"),
+    ("stops when the first row is finished", "finished.all()", "finished[0]"),
+    ("stops when the last row is finished", "finished.all()", "finished[-1]"),
+    ("stops when two rows are finished", "outcome.finished.all()",
+     "outcome.finished.sum() >= min(2, len(prompts))"),
+    ("stops when one row is left", "outcome.finished.all()",
+     "outcome.finished.sum() >= max(1, len(prompts) - 1)"),
+    ("changes the outcome", "        channel.send_speculation(speculation)",
+     "        channel.send_speculation(speculation)\n        outcome.num_accepted.zero_()"),
+    ("changes the prompts", "draft.start(prompts, max_length)\n    speculation",
+     "draft.start(prompts, max_length)\n    prompts[0].append(7)\n    speculation"),
+    ("real numbers as tokens", "speculation = Speculation.empty(len(prompts))",
+     "speculation = Speculation(*(part.double() for part in Speculation.empty(len(prompts))))"),
     ("answers only once", "        channel.send_speculation(speculation)",
      "        return channel.send_speculation(speculation)"))
+WRONG += (  # for a batch instead of a row, or the reverse
+    ("sampling.residual", "p = q is decided for the batch", "(p == q).all(-1, keepdim=True)",
+     "(p == q).all()"),
+    ("sampling.residual", "p = q in any row", "(p == q).all(-1, keepdim=True)",
+     "(p == q).all(-1, keepdim=True).any()"),
+    ("sampling.residual", "p = q in all rows of a dimension", "(p == q).all(-1, keepdim=True)",
+     "(p == q).all(-1, keepdim=True).all(0)"),
+    ("sampling.saguaro_distribution", "C = 0 is decided for the batch",
+     "torch.where(total > 0, sigma / total, q)", "sigma / total if total.all() else q"),
+    ("sampling.Sampler.sample", "the first row's q for all", "self.probabilities(logits), fan_out",
+     "self.probabilities(logits[:1]).expand_as(logits), fan_out"),
+    ("sampling.Sampler.sample", "the first row's number for all", "inverse_cdf(q, uniforms)",
+     "inverse_cdf(q, uniforms[:1].expand_as(uniforms))"),
+    ("sampling.verify", "a batch accepts what all its rows accept", "return torch.tensor(ks)",
+     "return torch.tensor([min(ks)] * len(ks))"),
+    ("sampling.verify", "a number for one row", "return num_accepted,",
+     "return num_accepted.squeeze(),"),
+    ("sampling.saguaro_distribution", "fails in float32", "downweight * q.gather(-1, cached))",
+     "downweight * q.gather(-1, cached).double())"),
+    ("cache.likely_outcomes", "the longest row's guesses for all", "(candidates[b, k].tolist()",
+     "(candidates[0, k].tolist()"),
+    ("cache.SpeculationCache.look_up", "the first row's branch for all",
+     "match.long().argmax(1)", "match.long().argmax(1)[:1].expand(len(match))"),
+    ("cache.SpeculationCache.look_up", "fails with one row", "match.any(1)",
+     "match.squeeze().any(1)"),
+    # arguments
+    ("sampling.acceptance_probability", "changes p",
+     "p.gather(-1, tokens) / q.gather(-1, tokens)", "p.div_(q).gather(-1, tokens)"),
+    ("sampling.residual", "changes q", "torch.minimum(p, q)",
+     "torch.where(p == q, q, q.clamp_(max=p))"),
+    ("sampling.verify", "changes the uniform numbers", "accepted = uniforms[:, :lookahead] <",
+     "accepted = uniforms[:, :lookahead].neg_().neg_().add_(1).sub_(1) <"),
+    ("sampling.verify", "changes p", "r = residual(p[row, num_accepted], q[row, num_accepted])",
+     "r = residual(p[row, num_accepted], q[row, num_accepted])\n    p[row, num_accepted] = r"),
+    ("sampling.saguaro_distribution", "changes q", "sigma = q.scatter(",
+     "old = q\n    q = q.clone()\n    sigma = old.scatter_("),
+    ("sampling.Sampler.sample", "changes the logits", "q = saguaro_distribution(",
+     "logits -= logits.max()\n        q = saguaro_distribution("),
+    ("cache.likely_outcomes", "changes the fan-outs", "guessed = place < fan_out[..., None]",
+     "fan_out -= 1\n    guessed = place <= fan_out[..., None]"),
+    ("cache.matches", "changes the guesses", "return same_k & same_bonus",
+     "guesses.bonus.mul_(same_k)\n    return same_k & same_bonus"),
+    ("draft_worker.tree_layout", "changes the lengths", "fork = length[:, None] + num_accepted",
+     "fork = length[:, None] + num_accepted\n    length += 1"),
+    ("draft_worker.tree_pass", "changes the positions", "tree.positions + step, slots, visible)",
+     "tree.positions.add_(step), slots, visible)"),
+    # large V, small and great numbers
+    ("sampling.acceptance_probability", "token numbers of 16 bits",
+     "tokens = tokens[..., None]", "tokens = tokens[..., None].to(torch.int16).long()"),
+    ("sampling.residual", "nothing where p is near q, token by token", "(p == q)",
+     "torch.isclose(p, q)"),
+    ("sampling.residual", "in half precision", "left = 1 - both", "left = 1 - both.half()"),
+    ("sampling.verify", "draws a token of probability 0 with u = 0",
+     "inverse_cdf(r, uniforms[b, K])", "(r.cumsum(-1) < uniforms[b, K] * r.sum()).sum()"),
+    ("sampling.verify", "uniform numbers in float32", "uniforms[:, lookahead])",
+     "uniforms[:, lookahead].float().double())"),
+    ("cache.matches", "2^17 k + t*", "same_k & same_bonus",
+     "(2**17 * guesses.num_accepted + guesses.bonus\n"
+     "            == (2**17 * outcome.num_accepted + outcome.bonus)[:, None])"),
+    ("cache.matches", "k + t* 10^-9", "same_k & same_bonus",
+     "(guesses.num_accepted + 1e-9 * guesses.bonus\n"
+     "            == (outcome.num_accepted + 1e-9 * outcome.bonus)[:, None])"),
+    ("cache.critical_batch_size", "b* up to 1000", "return math.log(x) / math.log(hit_rate)",
+     "return min(1000, math.log(x) / math.log(hit_rate))"),
+    ("cache.critical_batch_size", "whole batches", "return math.log(x) / math.log(hit_rate)",
+     "return max(1, math.log(x) / math.log(hit_rate))"),
+    ("cache.critical_batch_size", "no x below a millionth", "range(100)", "range(14)"),
+    ("cache.throughput", "half a row is none", "hit_rate ** batch_size",
+     "hit_rate ** max(1, batch_size)"),
+    ("cache.throughput", "to first order in the misses", "hit_rate ** batch_size",
+     "max(0, 1 - batch_size * (1 - hit_rate)) if hit_rate > 0.99 else hit_rate ** batch_size"),
+    ("draft_worker.tree_layout", "as many branches as steps", "torch.eye(n, dtype=torch.bool)",
+     "torch.eye(lookahead, dtype=torch.bool)"))
 WRONG += tuple(("draft_worker.DraftWorker.speculate", *wrong) for wrong in SPECULATE)
 WRONG += tuple(("draft_worker.DraftWorker.pre_speculate", *wrong) for wrong in PRE_SPECULATE)
 WRONG += tuple(("saguaro.serve", *wrong) for wrong in SERVE)
+
+# Right answers: edits as above.
+RIGHT = (
+    ("sampling.residual", "in float64", "(p - both) / left", "((p - both) / left).double()"),
+    ("sampling.verify", "draws in the order of probability", "bonus.append(inverse_cdf(r, "
+     "uniforms[b, K]))", "order = r.argsort(descending=True)\n"
+     "    bonus.append(order[inverse_cdf(r[order], uniforms[b, K])])"),
+    ("sampling.saguaro_distribution", "of equally likely tokens all", "top = torch.zeros_like(q, "
+     "dtype=torch.bool).scatter(-1, z.topk(F).indices, True)",
+     "top = z >= z.topk(F).values[..., -1:]"),
+    ("cache.likely_outcomes", "the last k first", "torch.tensor(ks), torch.tensor(tokens)",
+     "torch.tensor(ks).flip(1), torch.tensor(tokens).flip(1)"),
+    ("cache.SpeculationCache.look_up", "zeros after a miss",
+     "return self.tokens[row, branch], self.q[row, branch], match.any(1)",
+     "hit = match.any(1)\n        return (self.tokens[row, branch] * hit[:, None],\n"
+     "                self.q[row, branch] * hit[:, None, None], hit)"),
+    ("draft_worker.tree_layout", "branch after branch", ".view(lookahead, n)",
+     ".view(n, lookahead).T"),
+    ("draft_worker.DraftWorker.speculate", "a finished row is no miss", "if not hit[b]]",
+     "if not hit[b] and not outcome.finished[b]]"),
+    ("draft_worker.DraftWorker.pre_speculate", "all numbers at once", SHARED,
+     "us = us if step else self.uniforms[PRIMARY].draw(*tokens.shape, self.lookahead)\n"
+     "        u = us[..., step]"),
+    *(("saguaro.serve", f"an empty speculation of its own{how}",
+       "speculation = Speculation.empty(len(prompts))\n    while",
+       "B = len(prompts)\n    speculation = Speculation(torch.zeros(B, 0).long(), "
+       f"{q}, torch.zeros(B).long())\n    while")
+      for how, q in ((", in float64", "torch.zeros(B, 0, 0).double()"),
+                     (", with the draft's q", "draft.q_template.expand(B, 0, -1)"))))
 
 
 def module_of(function: str) -> str:
@@ -374,21 +554,30 @@ def test_what_is_put_back_passes_and_nothing_else(monkeypatch, hand_out, number,
     assert solved() == put_back
 
 
-def wrong_answer(function: str, right: str, wrong: str) -> str:
+def edited(function: str, before: str, after: str) -> str:
     """The module of a function, with this edit of the second solution, or else of the first."""
     body = DIFFERENT.get(function, "")
-    if right in body:
-        return with_body(function, body.replace(right, wrong))
-    assert right in module_of(function)
-    return module_of(function).replace(right, wrong)
+    if before in body:
+        return with_body(function, body.replace(before, after))
+    assert before in module_of(function)
+    return module_of(function).replace(before, after)
 
 
 @pytest.mark.parametrize("function, mistake, right, wrong", WRONG)
 def test_wrong_answers_fail(monkeypatch, function, mistake, right, wrong):
-    install(monkeypatch, function, wrong_answer(function, right, wrong))
+    install(monkeypatch, function, edited(function, right, wrong))
     number = next(n for n in EXERCISES if function in FUNCTIONS[n])
-    with pytest.raises((Exception, pytest.fail.Exception)):
+    with pytest.raises(pytest.fail.Exception):
         run_tests(number)
+
+
+@pytest.mark.parametrize("function, variant, before, after", RIGHT)
+def test_right_answers_pass(monkeypatch, function, variant, before, after):
+    number = next(n for n in EXERCISES if function in FUNCTIONS[n])
+    for other in DIFFERENT.keys() & set(FUNCTIONS[number]):
+        install(monkeypatch, other, with_body(other, DIFFERENT[other]))
+    install(monkeypatch, function, edited(function, before, after))
+    run_tests(number)
 
 
 def failure(monkeypatch, function: str, answer: str, number: str) -> str:
@@ -424,7 +613,7 @@ SAID = (  # by wrong answer: in the first line of the failure
 @pytest.mark.parametrize("function, mistake, said", SAID)
 def test_failures_tell_mistakes_apart(monkeypatch, function, mistake, said):
     right, wrong = next(answer[2:] for answer in WRONG if answer[:2] == (function, mistake))
-    install(monkeypatch, function, wrong_answer(function, right, wrong))
+    install(monkeypatch, function, edited(function, right, wrong))
     with pytest.raises(pytest.fail.Exception) as failed:
         run_tests(next(n for n in EXERCISES if function in FUNCTIONS[n]))
     assert said in str(failed.value).splitlines()[0]
@@ -513,6 +702,8 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
     ("handout", ["\u0141ukasz"]),
     ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks"])))  # \xff: not in UTF-8
 def test_names_are_printed_whatever_the_encoding_of_the_output_is(module, names, tmp_path):
+    for name in names[:2] if module == "mark" else []:
+        (tmp_path / name).mkdir()
     run = subprocess.run(
         [sys.executable, "-m", f"course.{module}", *names, "--only", "6"], cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
@@ -631,6 +822,92 @@ def test_marking(tmp_path, monkeypatch, capsys):
     assert late == (0, "not done after 2.5 seconds")
     gone = mark.grade(tmp_path / "gone", "4", 2.5)
     assert gone[0] == 0 and "FileNotFoundError" in gone[1]
+
+
+# ---- wrong arguments ----
+
+PAGE = str(ROOT / "docs/index.html")
+
+
+@pytest.mark.parametrize("module, arguments, said", [
+    (handout, "file", "FOLDER 'file': Not a directory"),
+    (handout, "file/new", "FOLDER 'file/new': Not a directory"),
+    (handout, "full", "FOLDER 'full': it is not empty; name a new or empty folder"),
+    (handout, "", "required: folder"),
+    (handout, "new --only 9", "--only: invalid choice: '9'"),
+    (handout, "new --solutions --only 4", "not allowed with argument"),
+    (mark, "", "required: FOLDER"),
+    (mark, "full missing", "FOLDER: 'missing' is no folder"),
+    (mark, "file", "FOLDER: 'file' is no folder"),
+    (mark, "full --timeout nan", "--timeout: nan is not above 0"),
+    (mark, "full --timeout inf", "--timeout: inf is not above 0"),
+    (mark, "full --timeout 0", "--timeout: 0 is not above 0"),
+    (mark, "full --timeout -3", "--timeout: -3 is not above 0"),
+    (mark, "full --timeout soon", "--timeout: invalid seconds value: 'soon'"),
+    (mark, "full --only 4 10", "--only: invalid choice: '10'"),
+    (mark, "full --csv full", "--csv 'full': Is a directory"),
+    (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
+    (race, "", "required: PAGE, SVG"),
+    (race, "file", "required: SVG"),
+    (race, f"{PAGE} one two", "unrecognized arguments: two"),
+    (race, "missing race.svg", "PAGE 'missing': No such file"),
+    (race, "full race.svg", "PAGE 'full': Is a directory"),
+    (race, "file race.svg", "PAGE 'file' holds no trace"),
+    (race, "trace race.svg", "PAGE 'trace' holds no trace"),
+    (race, "file ./file", "PAGE 'file': it would be overwritten"),
+    (race, f"{PAGE} full", "SVG 'full': Is a directory")])
+def test_a_wrong_argument_gets_one_sentence(
+        tmp_path, monkeypatch, capsys, module, arguments, said):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/cache.py").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        run_command(module.main)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == ""
+    assert said in err and err.startswith("command: error: ") and err.count("\n") == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
+
+
+@pytest.mark.parametrize("module", ("handout", "mark", "race", "page", "explain"))
+def test_commands_end_with_status_2(module):
+    run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
+                         capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith(f"{module}.py: error: ")
+    assert run.stderr.count("\n") == 1 and run.stdout == ""
+
+
+@pytest.mark.parametrize("out, said", (
+    (".", "Is a directory"), ("full", "Is a directory"), ("", "Is a directory"),
+    ("missing/page.html", "No such file"), ("file/page.html", "Not a directory"),
+    ("full/page.html", "race.svg': Is a directory"), ("race.svg", "the race is written there")))
+def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch, out, said):
+    (tmp_path / "full/race.svg").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(page, "Bench", None)
+    with pytest.raises(UserError, match="--out") as refused:
+        page.main(PageSettings(out=out))
+    assert said in str(refused.value)
+
+
+def test_a_page_shows_one_text():
+    for arguments in (["a", "b"], ["a", "--prompts", "file"]):
+        with pytest.raises(UserError, match="one text"):
+            parse(PageSettings, arguments)
+
+
+def test_an_exercise_named_twice_counts_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mark.py", str(tmp_path), "--only", "6", "6"])
+    mark.main()
+    assert capsys.readouterr().out.startswith("6\ttotal\tsubmission\n0\t0\t")
+    handout_of = tmp_path / "of 6"
+    monkeypatch.setattr(sys, "argv", ["handout.py", str(handout_of), "--only", "6", "6"])
+    handout.main()
+    assert "These are 10 points" in (handout_of / "SHEET.md").read_text("utf-8")
 
 
 # ---- slow motion ----
