@@ -20,6 +20,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -30,9 +32,10 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import PRIMARY, speedup_over_sd_bounds, throughput
+from cache import PRIMARY, Speculation, speedup_over_sd_bounds, throughput
 from cli.job import Job
-from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
+from cli.settings import (
+    ROOT, SWEEPS, BenchSettings, DecodingSettings, Settings, open_for_writing)
 from cli.stats import Stats, theorem_7
 from engine.errors import UserError
 from figures import draw
@@ -48,6 +51,8 @@ SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by
 LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
 BUDGETS = (8, 16, 24, 32, 48, 64)  # among which a line has the largest that keeps T_p <= 1
 LARGEST = BUDGETS[-1]  # so many guesses tell the hits of every smaller cache
+# SD drafts with the draft model, and AR not at all, whatever the options of SSD are
+BASELINE = {"backup": "neural", "downweight": 1.0, "fan_out": "geometric", "budget": 0}
 COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
 COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
@@ -102,8 +107,8 @@ class Bench:
         settings = self.settings_of(point)
         changes = point.changes | {"pace": (0.0, 0.0), "batch_size": 8}
         if largest_tells(settings):
-            changes |= {"mode": "ssd", "budget": LARGEST, "fan_out": "geometric",
-                        "acceptance_rate": 0.8, "miss_exponent": 1.0}
+            changes |= BASELINE | {"mode": "ssd", "budget": LARGEST, "acceptance_rate": 0.8,
+                                   "miss_exponent": 1.0}
         [stats] = self.decode([point._replace(changes=changes)], texts)
         return counts_of(settings, stats)
 
@@ -127,7 +132,7 @@ class Bench:
             return target, draft, draft
         K = self.settings.lookahead
         changes = {"lookahead": K, "batch_size": settings.batch_size,
-                   "temperature": settings.temperature}
+                   "temperature": settings.temperature, "backup": "neural"}
         budgets = (max(1, settings.budget), 0)
         points = [Point("", 0, changes | {"budget": budget}) for budget in budgets]
         with_cache, without = self.decode(points, self.texts(max(3, settings.batch_size), 1))
@@ -147,7 +152,8 @@ class Bench:
     def settings_of(self, point: Point) -> Settings:
         pace = [SLOWER[point.changes.get("batch_size", 1)] * ms for ms in self.settings.pace]
         always = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens, "pace": pace}
-        return self.settings.to_settings(**always | point.changes)
+        baseline = {} if point.changes.get("mode", "ssd") == "ssd" else BASELINE
+        return self.settings.to_settings(**always | point.changes | baseline)
 
     def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
         """Rank 0's statistics of every point, on both ranks. No point is decoded twice. All decode
@@ -265,6 +271,47 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         print_table(f"temperature {temperature:g}", COMPARED, found)
         print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
     return found
+
+
+def side_by_side(bench: Bench) -> None:
+    """Print what the devices of two ranks do to each other: the time of a verification beside an
+    idle and beside a working draft, and of a pre-speculation beside the target (medians)."""
+    [text] = bench.texts(1, 1)
+    settings = bench.settings_of(Point("", 0, {}))
+    worker, = filter(None, workers(settings, bench.models))  # this rank's
+    work = worker.verify if bench.leads else worker.pre_speculate
+    if bench.leads:
+        worker.prefill([text], bench.job.max_length, settings.lookahead)
+    else:
+        worker.start([text], bench.job.max_length)
+    drafted = torch.zeros(1, settings.lookahead, dtype=torch.long)
+    speculation = Speculation(drafted, torch.zeros(*drafted.shape, 0), torch.tensor([PRIMARY]))
+    times = [[], []]  # while the other rank is idle, and while it works, in ms
+    for turn in range(60):  # rank 0 works, then rank 1, then both
+        dist.barrier(bench.job.placement.patient_group)
+        start = time.perf_counter()
+        passes = 0
+        while turn % 3 != bench.leads and time.perf_counter() < start + 0.1:
+            work(speculation)
+            passes += 1
+        if passes:
+            times[turn % 3 // 2].append(1000 * (time.perf_counter() - start) / passes)
+    found = [None, None]
+    dist.all_gather_object(found, [median(each) for each in times])
+    for name, (idle, working) in zip(("verification", "pre-speculation"), found):
+        if bench.leads:
+            print(f"a {name} takes {idle:.2f} ms alone, {working:.2f} while the other model works: "
+                  f"{working / idle:.2f} x")
+
+
+def command_line(settings: Settings) -> str:
+    """The command that decodes with these settings, but for the texts."""
+    words = ["python saguaro.py"]
+    for option in fields(DecodingSettings) + fields(Settings)[-1:]:
+        value = getattr(settings, option.name)
+        if value != option.default:
+            words.append(f"--{option.name.replace('_', '-')} {'' if value is True else value}")
+    return " ".join(words)
 
 
 def at_best_lookahead(bench: Bench, changes: dict[str, Any],
@@ -438,6 +485,8 @@ def main(settings: BenchSettings) -> None:
         else:
             found = sweep(bench, name)
         results += [{"sweep": name} | f for f in found]
+    if not any(settings.pace):
+        side_by_side(bench)
     if bench.leads:
         print(f"\n{machine(bench)}")
     if bench.leads and settings.out is not None:
