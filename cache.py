@@ -1,51 +1,53 @@
-"""The speculation cache: which outcomes to prepare for, and the speculations prepared (section
-4.1); what they are worth.
+"""The speculation cache (section 4.1): its shape, its contents, and what it is worth.
 
-A verification ends in an outcome v = (k, t*): k of the K drafted tokens accepted, then the bonus
-token t*. The speculation cache (Def. 4) maps likely outcomes to the speculation that should follow
-each. Its shape is the fan-out F_0..F_K (Def. 10): F_k bonus tokens are guessed for "k accepted",
-sum_k F_k = budget, the paper's B. With acceptance rate a,
+A verification ends in an outcome v = (k, t*): k of the K drafted tokens are accepted, and the bonus
+token t* follows. The speculation cache (Def. 4) holds likely outcomes, and for each of them the
+speculation that should follow. Its shape is the fan-out F_0..F_K (Def. 10): F_k bonus tokens are
+guessed for "k accepted", and sum_k F_k is the budget. With acceptance rate a,
 
-    P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K,
+    P(k accepted) = a^k (1 - a)  for k < K,   a^K  for k = K.
 
-and the bonus token is not among the draft's top F guesses with probability F^-r
-(Def. 11, a power law; in sampling.py r is the residual). For any miss rate proportional to F^-r
-a capped geometric series is best (Thm. 12):
+If k tokens are accepted, F guesses for that k miss with probability F^-r (Def. 11, a power law). If
+that probability is F^-r times any constant, a capped geometric series is best (Thm. 12):
 
     F_k = F_0 a^(k/(1+r))  for k < K,         F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
+
+Three conventions hold in all files. A q of width V = 0 stands for point masses, as greedy drafts
+have them. A row whose text is complete has k = FINISHED, and its other values mean nothing. Round 0
+is prefill: it verifies an empty speculation, K = 0, and its outcome is the first token of the text.
 """
 import math
 from typing import NamedTuple
 
 import torch
 
-PRIMARY = 0      # who drafted a speculation: the primary, which fills the cache,
-BACKUP = 1       # or the backup, after a miss (section 4.3)
+PRIMARY = 0      # the source of a speculation: the primary, which fills the cache (a hit),
+BACKUP = 1       # or the backup, which drafts after a miss (section 4.3)
 FINISHED = -1    # as k: this row's text is complete
-NO_OUTCOME = -2  # as k: no guess
+NO_OUTCOME = -2  # as k: nothing is guessed
 
 
 class Outcome(NamedTuple):
-    """What one verification decided, for a batch of B rows, in host memory. (Guessed outcomes are
-    `[B, n]`.)"""
-    num_accepted: torch.Tensor  # [B] k, drafted tokens accepted; or FINISHED
-    bonus: torch.Tensor         # [B] t*, the token the target added itself
+    """Holds what a verification decided for a batch of B rows, `[B]`, or n guesses of that for each
+    row, `[B, n]`, in host memory."""
+    num_accepted: torch.Tensor  # k, how many drafted tokens were accepted
+    bonus: torch.Tensor         # t*, the token that the target added itself
 
     @property
     def finished(self) -> torch.Tensor:
-        """True for rows `[B]` that are finished."""
+        """Return which rows `[B]` are finished."""
         return self.num_accepted == FINISHED
 
 
 class Speculation(NamedTuple):
-    """K drafted tokens per row."""
+    """Holds K drafted tokens for each row."""
     tokens: torch.Tensor  # [B, K]
-    q: torch.Tensor       # [B, K, V] what they were drawn from; V = 0 when greedy: point masses
+    q: torch.Tensor       # [B, K, V] what they were drawn from
     source: torch.Tensor  # [B] PRIMARY or BACKUP; on the rank that drafts, in host memory
 
     @classmethod
     def empty(cls, rows: int) -> "Speculation":
-        """K = 0: what prefill (round 0) and autoregressive decoding verify."""
+        """Return K = 0 tokens. Nothing was prepared for them, so their source is BACKUP."""
         tokens = torch.zeros(rows, 0, dtype=torch.long)
         return cls(tokens, torch.zeros(rows, 0, 0), torch.full((rows,), BACKUP))
 
@@ -53,7 +55,7 @@ class Speculation(NamedTuple):
 # ---- the shape F_0..F_K ----
 
 def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[float]:
-    """P(k of K = `lookahead` tokens accepted), k = 0..K, at a = `acceptance_rate` for each token.
+    """Return P(k accepted) for k = 0..K = `lookahead`, if a = `acceptance_rate`.
 
     >>> acceptance_distribution(0.5, 2)
     [0.5, 0.25, 0.25]
@@ -64,28 +66,29 @@ def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[floa
 
 def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                       miss_exponent: float) -> list[int]:
-    """F_0..F_K: the integers of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
+    """Return the F_0..F_K of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
 
-    Every guess goes where it lowers the sum most. More guesses for the same k lower it less and
-    less, so these are simply the largest gains of all, and the result is Theorem 12's closed form
-    wherever that is integral. The power law says nothing of F = 0. We assume that the first guess
-    halves the misses: we set 0^-r = 2. A small budget leaves some F_k = 0, the unlikeliest.
+    Every guess goes where it lowers that sum most. More guesses for the same k lower it less and
+    less, so these are the largest gains of all, and the result is Theorem 12's closed form wherever
+    that is integral. The power law says nothing of F = 0. We assume that the first guess halves the
+    misses: we set 0^-r = 2. With a small budget F_k = 0 for the unlikeliest k.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
+    likelihood = acceptance_distribution(acceptance_rate, lookahead)
     miss = [2.0] + [F ** -miss_exponent for F in range(1, budget + 1)]
-    gains = []
-    for k, likelihood in enumerate(acceptance_distribution(acceptance_rate, lookahead)):
-        for F in range(budget):
-            gains.append((likelihood * (miss[F] - miss[F + 1]), k))
-    chosen = [k for _, k in sorted(gains, reverse=True)[:budget]]
-    return [chosen.count(k) for k in range(lookahead + 1)]
+    shape = [0] * (lookahead + 1)
+    for _ in range(budget):
+        gains = [P * (miss[F] - miss[F + 1]) for P, F in zip(likelihood, shape)]
+        _, best = max((gain, k) for k, gain in enumerate(gains))  # of equal gains the last
+        shape[best] += 1
+    return shape
 
 
 def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                     miss_exponent: float) -> list[int]:
-    """F_0..F_K as equal as integers of sum `budget` can be: what Theorem 12 improves on.
+    """Return F_0..F_K of sum `budget`, as equal as integers can be: Theorem 12 improves on this.
 
     >>> uniform_fan_out(12, 4, 0.8, 1.0)
     [3, 3, 2, 2, 2]
@@ -98,8 +101,8 @@ FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out} 
 
 def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,
                   miss_exponent: float) -> list[int]:
-    """F_0..F_K by the policy of that name, or given by hand as "4,3,2,1,2". Raises ValueError if
-    that is no shape of this budget.
+    """Return F_0..F_K by the policy of that name, or as given by hand, "4,3,2,1,2". Raises
+    ValueError if these are not K+1 numbers of sum `budget`.
 
     >>> fan_out_shape("4,3,2,1,2", 12, 4, 0.8, 1.0)
     [4, 3, 2, 1, 2]
@@ -118,48 +121,48 @@ def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: flo
 # ---- the cache ----
 
 def likely_outcomes(candidates: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
-    """The outcomes to prepare for: for each k the first F_k bonus tokens, `[B, budget]`.
+    """Return the outcomes to prepare for, `[B, budget]`: for each k the first F_k bonus tokens.
 
-    candidates `[B, K+1, n]`: bonus tokens after k accepted ones, the likeliest first; fan_out
-    `[B, K+1]`, rows of equal sum. Where F_k exceeds n, the last guess is repeated.
+    candidates `[B, K+1, n]` are bonus tokens, the likeliest first. fan_out `[B, K+1]` has rows of
+    equal sum. Where F_k > n, which only a tiny vocabulary allows, the last guess is repeated.
 
     >>> candidates = torch.tensor([[[5, 7, 6], [8, 9, 5]]])
     >>> likely_outcomes(candidates, torch.tensor([[1, 2]]))
     Outcome(num_accepted=tensor([[0, 1, 1]]), bonus=tensor([[5, 8, 9]]))
     """
-    rows, _, n = candidates.shape
+    rows, num_k, n = candidates.shape
     place = torch.arange(int(fan_out.max()))
-    guessed = place < fan_out[..., None]
+    guessed = place < fan_out[..., None]  # [B, K+1, max F_k], as many in every row
+    num_accepted = torch.arange(num_k)[:, None].expand_as(guessed)
     bonus = candidates[..., place.clamp(max=n - 1)]
-    num_accepted = guessed.nonzero()[:, 1]
-    return Outcome(num_accepted.view(rows, -1), bonus[guessed].view(rows, -1))
+    return Outcome(num_accepted[guessed].view(rows, -1), bonus[guessed].view(rows, -1))
 
 
 def matches(guesses: Outcome, outcome: Outcome) -> torch.Tensor:
-    """True where a guess `[B, n]` equals its row's outcome `[B]`: booleans `[B, n]`."""
+    """Return where a guess `[B, n]` equals the outcome `[B]` of its row: booleans `[B, n]`."""
     same_k = guesses.num_accepted == outcome.num_accepted[:, None]
     same_bonus = guesses.bonus == outcome.bonus[:, None]
     return same_k & same_bonus
 
 
 class SpeculationCache(NamedTuple):
-    """S^T (Def. 4): for every row the guessed outcomes, and the speculation prepared for each."""
-    guesses: Outcome      # num_accepted, bonus: [B, budget], in host memory
+    """Holds S^T (Def. 4): the guessed outcomes of every row, and a speculation for each of them."""
+    guesses: Outcome      # [B, budget]
     tokens: torch.Tensor  # [B, budget, K]
-    q: torch.Tensor       # [B, budget, K, V]; V = 0 when greedy
+    q: torch.Tensor       # [B, budget, K, V]
 
     @classmethod
     def empty(cls, rows: int, lookahead: int, q_template: torch.Tensor) -> "SpeculationCache":
-        """A cache that guesses nothing, so that every look-up misses. q has width, type and device
-        of `q_template` `[V]`."""
+        """Return a cache that guesses nothing, so that every look-up misses. `q_template` `[V]`
+        gives its q width, type and device."""
         no_guess = torch.full((rows, 1), NO_OUTCOME)
         tokens = torch.zeros(rows, 1, lookahead, dtype=torch.long, device=q_template.device)
         q = q_template.new_zeros(rows, 1, lookahead, len(q_template))
         return cls(Outcome(no_guess, no_guess), tokens, q)
 
     def look_up(self, outcome: Outcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(tokens [B, K], q [B, K, V], hit [B])`: what was prepared for the outcome; in rows
-        without a hit it means nothing.
+        """Return `(tokens [B, K], q [B, K, V], hit [B])`. Tokens and q are what was prepared for
+        the outcome; in rows that miss they mean nothing.
 
         >>> guesses = Outcome(torch.tensor([[0, 0, 1]]), torch.tensor([[7, 8, 7]]))
         >>> prepared = torch.tensor([[[1, 2], [3, 4], [5, 6]]])
@@ -169,7 +172,8 @@ class SpeculationCache(NamedTuple):
         (tensor([[5, 6]]), tensor([True]))
         """
         match = matches(self.guesses, outcome)
-        device = self.tokens.device  # so the host does not wait for the GPU
+        device = self.tokens.device
+        # non_blocking: the host does not wait for the GPU
         row = torch.arange(len(match)).to(device, non_blocking=True)
         branch = match.long().argmax(1).to(device, non_blocking=True)
         return self.tokens[row, branch], self.q[row, branch], match.any(1)
@@ -178,8 +182,8 @@ class SpeculationCache(NamedTuple):
 # ---- what it is worth, in units of one verification ----
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
-    """E(a, K) = (1 - a^(K+1)) / (1 - a): the accepted tokens and the bonus token of a round
-    (Leviathan et al. 2023).
+    """Return E(a, K) = (1 - a^(K+1)) / (1 - a), the expected number of accepted tokens and the
+    bonus token of a round (Leviathan et al. 2023).
 
     >>> expected_tokens(0.5, 2)
     1.75
@@ -189,14 +193,14 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
 
 def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: float, T_b: float,
                batch_size: float = 1) -> float:
-    """Tokens per row and verification time of SSD at batch size b (Cor. 16):
+    """Return the tokens a verification of a row, in a batch of b rows with hit rate p (Cor. 16):
 
         (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b) (1 + T_b)).
 
-    A miss costs 1 + T_b if the draft stops its pre-speculation as soon as it hears of it. Here
-    `serve` ends it first: where T_p > 1 a miss costs T_p + T_b, which the formula leaves out.
+    A miss takes 1 + T_b if the draft then stops its pre-speculation. Here `serve` ends it first, so
+    where T_p > 1 a miss takes T_p + T_b, which the formula leaves out.
 
-    At b = 1 this is Theorem 7, the speedup over autoregressive decoding; at p = 0, plain SD.
+    At b = 1 this is Theorem 7, the speedup over autoregressive decoding. At p = 0 it is that of SD.
 
     >>> throughput(hit_rate=0.5, tokens_hit=4, tokens_miss=2, T_p=0.8, T_b=0.5)
     2.4
@@ -208,13 +212,13 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
 
 def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float, T_sd: float,
                            T_b: float) -> tuple[float, float]:
-    """Bounds on SSD's speedup over plain SD (Cor. 9) when its backup is its primary, T_p <= 1 and
+    """Return bounds on SSD's speedup over SD (Cor. 9), if its backup is its primary, T_p <= 1 and
     E_hit <= E_miss <= E_hit (1 + T_b):
 
         (1 + T_SD) / (1 + T_b (1 - p)) * E_hit / E_SD  <=  speedup  <=  (1 + T_SD) E_hit / E_SD.
 
-    With the same K for both, as in the paper, T_b = T_SD; with E_hit = E_SD, too, the lower bound
-    is at least 1 (Cor. 8).
+    If both have the same K, as in the paper, T_b = T_SD. If also E_hit = E_SD, the lower bound is
+    at least 1 (Cor. 8).
 
     >>> speedup_over_sd_bounds(hit_rate=1.0, tokens_hit=3, tokens_sd=3, T_sd=0.5, T_b=0.5)
     (1.5, 1.5)
@@ -225,10 +229,10 @@ def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
 
 def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float,
                         tokens_fast: float, T_p: float, T_neural: float, T_fast: float) -> float:
-    """b* (Thm. 17): the neural backup has the higher `throughput` below this batch size, the fast
-    one above. 0 if the fast backup is better at every size, infinity if the neural is. Assumes
-    T_fast <= T_neural. `tokens_*`: expected tokens of the round that follows a hit, a neural and a
-    fast backup.
+    """Return b* (Thm. 17): below this batch size the neural backup has the higher `throughput`,
+    above it the fast one. It is 0 if the fast backup is better at every size, and infinity if the
+    neural is. Assumes T_fast <= T_neural. `tokens_*` are the expected tokens of the round after a
+    hit, a neural and a fast backup.
 
     >>> round(critical_batch_size(0.8, 4, 4, 1, T_p=1, T_neural=0.5, T_fast=0), 2)
     1.95
@@ -236,7 +240,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
     neural = hit_rate * tokens_hit + (1 - hit_rate) * tokens_neural
     fast = hit_rate * tokens_hit + (1 - hit_rate) * tokens_fast
     T_hit = max(1.0, T_p)
-    # neural wins iff gain(x) > 0, linear in x = p^b, which falls from 1 (b = 0) to 0 (b = infinity)
+    # A round takes x T_hit + (1 - x) (1 + T), where x = p^b falls from 1 (b = 0) to 0. Multiplied
+    # out, neural has the higher throughput iff at_zero + slope x > 0.
     at_zero = neural * (1 + T_fast) - fast * (1 + T_neural)
     slope = fast * (1 + T_neural - T_hit) - neural * (1 + T_fast - T_hit)
     if hit_rate == 1 or at_zero >= 0:
@@ -247,8 +252,8 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """p_hit of a cache of shape F_0..F_K. By Definition 11 a single guess would always miss. We
-    assume that it halves the misses: F > 0 guesses miss with probability F^-r / 2.
+    """Return p_hit of a cache of shape F_0..F_K. By Definition 11 a single guess would always miss.
+    We assume that it halves the misses: F > 0 guesses miss with probability F^-r / 2.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5
@@ -261,9 +266,8 @@ def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent
 def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
                   random_acceptance_rate: float, miss_exponent: float,
                   draft_pass: float) -> tuple[str, float]:
-    """--backup auto, by Theorem 17: `("neural" or "random", b*)`. draft_pass: in verifications.
-    Where T_p > 1, a miss costs more here than the theorem assumes, because `serve` ends its
-    pre-speculation first."""
+    """Choose for --backup auto, by Theorem 17. Returns `("neural" or "random", b*)`. `draft_pass`
+    is the time of a pass of the draft, in verifications."""
     lookahead = len(fan_out) - 1
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(

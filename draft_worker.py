@@ -1,16 +1,21 @@
 """The speculator (Algorithm 1): answers every outcome with a speculation, prepared if it can be.
 
-A round of the draft, with K = lookahead:
+A round of the draft, and the shapes of its data (K = lookahead, V = the size of the vocabulary):
 
-    pre_speculate(s^T)    while the target verifies s^T:
-                          one trunk pass over [t*, s_1..s_K]: K+1 distributions, from which the
-                          outcomes are guessed; then K tree passes, one token for every guessed
-                          outcome at once: the speculation cache
-    speculate(v^T)        hit:  the speculation prepared for this outcome, at once
-                          miss: a backup drafts, just in time (section 4.3):
-                                neural  the draft model itself, K passes
-                                lookup  what followed the last tokens where they occurred before
-                                random  tokens drawn blindly (the paper's fast backup)
+    speculation s^T   tokens [B, K], q [B, K, V], source [B]
+      |  pre_speculate, while the target verifies s^T: one trunk pass over [t*, s_1..s_K]
+    candidates        [B, K+1, n]: the n likeliest bonus tokens after k = 0..K accepted ones
+      |  F_k of them for each k
+    guesses           k and t*, [B, budget]
+      |  K tree passes, each of which adds a token to every guess
+    cache S^T         guesses, tokens [B, budget, K], q [B, budget, K, V]
+      |  speculate, once the outcome v^T = (k, t*) is known, [B]
+      |    hit:  what was prepared for this outcome, at once
+      |    miss: a backup drafts (section 4.3):
+      |          neural  the draft model itself, in K passes
+      |          lookup  what followed the last tokens where they occurred before
+      |          random  tokens drawn blindly (the paper's fast backup)
+    speculation s^{T+1}
 
 With a budget of 0 the same worker is the draft of plain speculative decoding: every round misses.
 """
@@ -25,12 +30,12 @@ from engine.noise import BACKUP_STREAM, BRANCH_STREAM, UniformStream
 from sampling import Sampler, point_mass
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
-Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens [..., K], drawn from q [..., K, V]
+Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens and q, as in `Speculation`
 
 
 class Plan(NamedTuple):
-    """The choices that sections 4.1 and 4.3 leave open, made before the first round."""
-    fan_out: list[list[int]]  # F_0..F_K after the PRIMARY, and after the BACKUP
+    """Holds the choices that sections 4.1 and 4.3 leave open, made before the first round."""
+    fan_out: list[list[int]]  # F_0..F_K for a speculation of the PRIMARY, and of the BACKUP
     backup: str               # a name in BACKUPS
     critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
 
@@ -44,11 +49,11 @@ class Plan(NamedTuple):
 
 
 class DraftWorker:
-    """The draft model, and the verified text of every row of a batch of B."""
+    """Holds the draft model, and the verified text of every row of a batch of B."""
 
     def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan):
-        """`sampler` with C of Saguaro sampling; `seed` as the target's: branches and backups have
-        random streams of their own, independent of the verifier's."""
+        """`sampler` has the C of Saguaro sampling. `seed` may be the target's: branches and backups
+        have random streams of their own, independent of the verifier's."""
         self.model = model
         self.sampler = sampler
         self.plan = plan
@@ -56,23 +61,23 @@ class DraftWorker:
         self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
                          UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
         self.clock = model.clock
-        self.num_guesses = min(plan.budget, model.vocab_size)  # of each k, the most that F_k may be
+        self.num_guesses = min(plan.budget, model.vocab_size)  # one F_k may be the whole budget
         self.guess_counts = GuessCounts(plan.lookahead, self.num_guesses)
         dtype = torch.promote_types(model.dtype, torch.float32)
         width = 0 if sampler.greedy else model.vocab_size
-        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # as q
+        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # q is like it
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
         self.allocate(len(prompts), max_length)
         self.model.prefill(prompts)
-        width = max_length + self.lookahead + 1
+        width = max_length + self.lookahead + 1  # `advance` writes K + 1 tokens, some past the end
         padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
         self.text = torch.tensor(padded)                                 # [B, width]
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
 
     def allocate(self, rows: int, max_length: int) -> None:
-        """KV slots: for the text, for the K tokens under verification, for K of every branch."""
+        """Make KV slots for the text, the K tokens under verification, and K of every branch."""
         self.model.allocate(rows, max_length, scratch=self.lookahead * (1 + self.plan.budget))
 
     # ---- while the target verifies ----
@@ -87,22 +92,23 @@ class DraftWorker:
             return SpeculationCache.empty(rows, self.lookahead, self.q_template)
         with self.clock("trunk"):
             candidates = self.trunk_pass(speculation)
-            fan_out = torch.tensor(plan.fan_out)[speculation.source]
-            if num_drafted == 0:  # round 0: K = 0, so all guesses are for k = 0
+            if num_drafted == 0:  # round 0: all guesses are for k = 0
                 fan_out = torch.full((rows, 1), plan.budget)
+            else:
+                fan_out = torch.tensor(plan.fan_out)[speculation.source]  # [B, K+1]
             guesses = likely_outcomes(candidates, fan_out)
         branch_tokens = []
         branch_q = []
         with self.clock("tree"):
-            trunk = int(self.length.max()) + num_drafted
+            trunk = int(self.length.max()) + num_drafted  # the end of the longest row's trunk
             tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead).to(device)
             uniforms = self.uniforms[PRIMARY].draw(self.lookahead, *guesses.bonus.shape)
             uniforms = to_device(uniforms, device)
             tokens = to_device(guesses.bonus, device)
             for step in range(self.lookahead):
                 logits = tree_pass(self.model, tree, tokens, step)
-                # If this branch is served, its token `step` is verified at k = step while the next
-                # cache is filled, so F is that cache's.
+                # If this branch is sent, its token `step` is verified at k = step, while the draft
+                # fills the next cache. So F is that of the next cache, after a hit.
                 F = plan.fan_out[PRIMARY][step]
                 tokens, q = self.sampler.sample(logits, uniforms[step], F)
                 branch_tokens.append(tokens)
@@ -110,14 +116,14 @@ class DraftWorker:
         return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2))
 
     def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
-        """Put the speculation into the KV. Returns the draft's n guesses of the bonus token after
-        k = 0..K accepted tokens, `[B, K+1, n]`, the likeliest first, in host memory."""
+        """Put the speculation into the KV. Returns the n likeliest bonus tokens after k = 0..K
+        accepted ones, `[B, K+1, n]`, the likeliest first, in host memory."""
         device = self.model.device
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
         scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
-        # After k < K accepted tokens s_{k+1} was rejected, so p < q there: it is not the bonus
-        # token. scores[:, K] has no drafted token after it, so it stays.
+        # After k < K accepted tokens s_{k+1} was rejected, so it cannot be the bonus token. No
+        # drafted token follows scores[:, K], so these stay.
         scores = scores.scatter(-1, drafted[..., None], -torch.inf)
         guesses = scores.topk(self.num_guesses).indices.cpu()
         # for the statistics: nothing that is drafted depends on these counts
@@ -153,9 +159,9 @@ class DraftWorker:
 # ---- tree attention: the draft's passes over all branches ----
 
 class Tree(NamedTuple):
-    """Where a speculation tree lives: n branches a row, K tokens each, in scratch slots."""
+    """Says where the n branches of each row lie, K tokens each, and what they see."""
     positions: torch.Tensor  # [B, n] of each branch's first token, the guessed bonus token
-    slots: torch.Tensor      # [K, n] of the tokens that step i adds
+    slots: torch.Tensor      # [K, n] of the tokens that each step adds: every n-th is one branch's
     visible: torch.Tensor    # [B, n, trunk + K n] the slots that a branch sees in the end
 
     def to(self, device: torch.device) -> "Tree":
@@ -164,11 +170,11 @@ class Tree(NamedTuple):
 
 def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
                 lookahead: int) -> Tree:
-    """Room for a branch for each of the guesses "k accepted", k = `num_accepted` `[B, n]`.
+    """Lay out a branch for each of the guesses "k accepted", k = `num_accepted` `[B, n]`.
 
-    A branch sees the trunk up to its own fork (the verified text, `length` `[B]` tokens, and k
-    drafted ones), and itself. The tree begins in slot `trunk`. Two guesses, one for "0 accepted",
-    one for "1", two tokens each, after a text of 3 tokens:
+    A branch sees the trunk up to its own fork, and itself. The fork lies after the verified text,
+    `length` `[B]` tokens, and k drafted ones. The tree begins in slot `trunk`. Here a text of 3
+    tokens has two guesses, one for "0 accepted" and one for "1 accepted", of two tokens each:
 
     >>> tree = tree_layout(torch.tensor([3]), torch.tensor([[0, 1]]), trunk=5, lookahead=2)
     >>> tree.positions.tolist(), tree.slots.tolist()
@@ -185,8 +191,8 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
 
 
 def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> torch.Tensor:
-    """Read token number `step` of every branch, `[B, n]`: logits `[B, n, V]` of the next. Slots
-    of later steps are hidden."""
+    """Read token number `step` of every branch, `[B, n]`. Returns the logits `[B, n, V]` of the
+    next one. The slots of later steps, which come last, are hidden."""
     still_empty = tree.slots[step + 1:].numel()
     visible = tree.visible[..., :tree.visible.shape[-1] - still_empty]
     slots = tree.slots[step].expand(len(tokens), -1)
@@ -197,8 +203,8 @@ def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> t
 
 def neural_backup(draft: DraftWorker) -> Drafted:
     """Draft with the draft model, a pass for each token. The first pass reads the last two verified
-    tokens: with a budget of 0 no pass has read the last drafted one, so if all were accepted its KV
-    is missing."""
+    tokens. The first of them is s_K if all were accepted, and with a budget of 0 no trunk pass has
+    read s_K, so its KV is missing."""
     rows = len(draft.text)
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
     uniforms = to_device(uniforms, draft.model.device)
@@ -219,7 +225,7 @@ def neural_backup(draft: DraftWorker) -> Drafted:
 
 
 def lookup_backup(draft: DraftWorker) -> Drafted:
-    """Look up each row's own text: point-mass proposals, without a model."""
+    """Look tokens up in each row's own text, without a model. They are point masses."""
     texts = [row[:length].tolist() for row, length in zip(draft.text, draft.length)]
     tokens = torch.tensor([prompt_lookup(text, draft.lookahead) for text in texts])
     tokens = to_device(tokens, draft.model.device)
@@ -239,9 +245,9 @@ BACKUPS = {"neural": neural_backup, "lookup": lookup_backup, "random": random_ba
 
 
 def prompt_lookup(text: list[int], count: int) -> list[int]:
-    """The `count` tokens that followed the longest earlier match of the end of the text, of equally
-    long ones the most recent; `MAX_MATCH` tokens are as good as more. A match near the end is
-    continued into its own continuation. Without any match the text's beginning is proposed.
+    """Return the `count` tokens that followed the longest earlier match of the end of the text, or
+    the most recent of equally long ones. `MAX_MATCH` tokens are as good as more. What followed is
+    repeated if the text ends first. Without a match the beginning of the text is returned.
 
     >>> prompt_lookup([1, 2, 3, 4, 1, 2], 5)
     [3, 4, 1, 2, 3]

@@ -2,13 +2,13 @@
 
 In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers. Ranks between
 them share the target with rank 0 (tensor parallelism) and follow it. All ranks parse the same
-command line and read the same prompts, so only tensors of known size travel. They are broadcast to
-all, in a fixed order; after each batch the draft's report follows:
+command line and read the same prompts, so in the rounds of a batch only tensors of known size
+travel. They are broadcast to all ranks, in a fixed order:
 
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
-A departure: the paper's draft first speculates from the prompt; ours first guesses v0.
+Unlike the paper's draft, ours does not speculate from the prompt: it first guesses v0.
 
 Algorithm 1                                        here
 -----------                                        ----
@@ -20,12 +20,12 @@ speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
              else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
 
-In sd, in ar, and in a notebook there is no such rank: `TakingTurns` stands in for the channel.
+In sd, in ar and in a notebook no other rank drafts: `TakingTurns` stands in for the channel.
 """
-if __name__ == "__main__":  # before the imports below, which take seconds
+if __name__ == "__main__":  # before the imports below, which take seconds; `launch` never returns
     from cli.launch import launch
     from cli.settings import Settings
-    launch(Settings, "saguaro")  # parses, starts the draft's rank, and calls `main`
+    launch(Settings, "saguaro")  # parses, starts the draft's rank, imports this file, calls `main`
 
 import time
 from dataclasses import replace
@@ -53,8 +53,8 @@ OnTokens = Callable[[int, list[int], int], None]  # (row, new tokens, source), a
 
 def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences: "Sequences",
            lookahead: int) -> Iterator[tuple[Speculation, Outcome]]:
-    """The verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
-    loop; who drafts, and when, is the only difference. `speculator`: a `Channel` to the draft's
+    """Run the verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
+    loop; who drafts, and when, is the only difference. `speculator` is a `Channel` to the draft's
     rank, or `TakingTurns` with a draft in this process. Yields every round, once its tokens have
     joined the `sequences`."""
     rows = len(sequences.prompts)
@@ -73,7 +73,7 @@ def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences:
 
 def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
           max_length: int) -> None:
-    """The speculator's column."""
+    """Run the speculator's column."""
     draft.start(prompts, max_length)
     speculation = Speculation.empty(len(prompts))
     while True:
@@ -87,8 +87,8 @@ def serve(draft: DraftWorker, channel: "Channel", prompts: list[list[int]],
 
 def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
            max_length: int) -> None:
-    """What the other ranks of a shared target do: their part of every pass. Rank 0 alone decides
-    outcomes, because rounding could make ranks decide differently."""
+    """Take part in every pass, as the other ranks of a shared target do. They follow the outcomes
+    that rank 0 decides: if each decided itself, rounding could make them differ."""
     target.prefill(prompts, max_length, channel.lookahead)
     while True:
         outcome = channel.receive_outcome(len(prompts))
@@ -143,12 +143,12 @@ class Channel:
 
 class TakingTurns:
     """Stands in for a `Channel` to the draft's rank where this process drafts itself, in turns with
-    the target: the same text and the same hits, but nothing overlaps. With a budget of 0 it is
-    plain speculative decoding; without a draft, autoregressive decoding."""
+    the target. Text and hits are the same, but nothing overlaps. With a budget of 0 this is plain
+    speculative decoding, and without a draft autoregressive decoding."""
 
     def __init__(self, draft: DraftWorker | None, prompts: list[list[int]], max_length: int,
                  followers: Channel | None = None):
-        """`followers`: to other ranks of the target, which hear all that rank 0 decides."""
+        """`followers` leads to the target's other ranks, which hear all that rank 0 decides."""
         self.draft = draft
         self.followers = followers
         self.speculation = Speculation.empty(len(prompts))
@@ -162,7 +162,7 @@ class TakingTurns:
             self.followers.send_outcome(outcome)
 
     def receive_speculation(self, rows: int) -> Speculation:
-        """One round of `serve`: the draft's answer, and the next pre-speculation."""
+        """Do a round of `serve`: the draft's answer, and the next pre-speculation."""
         if self.draft:
             self.speculation = self.draft.speculate(self.speculation, self.outcome, self.cache)
             self.cache = self.draft.pre_speculate(self.speculation)
@@ -172,13 +172,12 @@ class TakingTurns:
 
 
 class Sequences:
-    """The new tokens of a batch, as they are verified."""
+    """Collects the new tokens of a batch, as they are verified."""
 
     def __init__(self, prompts: list[list[int]], max_new_tokens: int, context: int, eos: list[int],
                  max_length: int = 0):
-        """A text ends with an `eos` token, after `max_new_tokens`, or at the `context`.
-        `max_length`: the longest text of any batch, if it is known, so that buffers are made
-        once."""
+        """A text ends with an `eos` token, after `max_new_tokens`, or where the `context` is full.
+        `max_length` is the longest text of any batch, if known, so that buffers are made once."""
         self.prompts = prompts
         self.eos = eos
         self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
@@ -189,7 +188,7 @@ class Sequences:
         self.last_round: list[RowRound] = []  # of the active rows
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
-        """Append a round's tokens. Returns its outcome, with k = FINISHED in finished rows."""
+        """Append the tokens of a round. Returns its outcome, in which finished rows are marked."""
         self.last_round = []
         columns = (speculation.source, speculation.tokens, *outcome)
         rows = zip(*(column.tolist() for column in columns))
@@ -203,24 +202,24 @@ class Sequences:
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
         """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
         text = self.new_tokens[row]
-        for count, token in enumerate(new_tokens, start=1):
-            if token in self.eos or len(text) + count >= self.max_new[row]:
-                new_tokens = new_tokens[:count]
-                self.active[row] = False
-                break
-        text += new_tokens
-        return new_tokens
+        kept = new_tokens[:self.max_new[row] - len(text)]
+        ends = [place for place, token in enumerate(kept, start=1) if token in self.eos]
+        if ends:
+            kept = kept[:ends[0]]
+        text += kept
+        self.active[row] = not ends and len(text) < self.max_new[row]
+        return kept
 
 
 # ---- putting it together ----
 
 class Decoder:
-    """One way of decoding, with the models that this rank holds. All ranks make the same one, and
-    call it for the same batches. Decoders of the same models share their KV, so use one at a time;
-    for other settings make another."""
+    """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
+    and call it for the same batches. Decoders of the same models share their KV, so use one at a
+    time. For other settings make another."""
 
     def __init__(self, settings: Settings, models: Models, placement: Placement | None = None):
-        """`placement` None: this process is alone."""
+        """`placement` is None if this process is alone."""
         self.settings = settings
         self.models = models
         self.placement = placement
@@ -233,16 +232,16 @@ class Decoder:
             self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
-        ends = models.target and not settings.ignore_eos
-        self.eos = models.target.eos_tokens if ends else []
+        stops_at_eos = models.target is not None and not settings.ignore_eos
+        self.eos = models.target.eos_tokens if stops_at_eos else []
         chosen = choices(plan(settings), settings.downweight) if self.lookahead else {}
         self.stats = Stats(self.lookahead, chosen,
                            in_turns=settings.mode == "ssd" and not self.channel)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
-        """The new token ids of every prompt of a batch, on rank 0, which calls `on_tokens`. Raises
-        `UserError` for prompts that cannot be continued."""
+        """Return, on rank 0, the new token ids of every prompt of a batch. Rank 0 calls `on_tokens`
+        after every round. Raises `UserError` for prompts that cannot be continued."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = check_prompts(prompts, context, self.models.vocab_size)
@@ -256,26 +255,27 @@ class Decoder:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
-        ranks = [(spans, self.draft.guess_counts.table.tolist() if self.draft else [])]
+        report = (spans, self.draft.guess_counts.table.tolist() if self.draft else [])
+        reports = [report]
         if self.channel:
-            ranks *= self.placement.world_size
-            dist.all_gather_object(ranks, ranks[0])
-        self.stats.add(ranks)
+            reports = [None] * self.placement.world_size
+            dist.all_gather_object(reports, report)
+        self.stats.add(reports)
         return sequences.new_tokens
 
     def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
-        """Rank 0's part: decode, and record and show every round."""
+        """Decode on rank 0, and record and show every round."""
         start = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
         for number, _ in enumerate(rounds):
             end = time.perf_counter()
             self.stats.log.append((number, start, end, sequences.last_round))
-            start = end
+            start = end  # showing a round counts in the next, and overlaps the speculator's answer
             for row in sequences.last_round:
                 on_tokens(row.row, row.new_tokens, row.source)
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
-        """Who drafts for rank 0: another rank, or this process."""
+        """Return who drafts for rank 0: another rank, or this process."""
         if self.settings.mode == "ssd" and self.channel:
             return self.channel
         return TakingTurns(self.draft, sequences.prompts, sequences.max_length, self.channel)
@@ -283,7 +283,7 @@ class Decoder:
 
 def workers(settings: Settings,
             models: Models) -> tuple[TargetWorker | None, DraftWorker | None]:
-    """The verifier and the speculator that this rank runs; None: another rank does, or nobody."""
+    """Make the verifier and the speculator, or None for what another rank runs, or nobody."""
     sampling = (settings.temperature, settings.top_k, settings.top_p)
     target = None
     draft = None
@@ -302,7 +302,7 @@ def plan(settings: Settings) -> Plan:
     critical_batch_size = None
     if backup == "auto":
         target, draft = settings.pace
-        draft_pass = draft / target if target else 1 / len(fan_out)  # so that T_p = 1
+        draft_pass = draft / target if target else 1 / len(fan_out)  # assumes T_p = 1
         backup, critical_batch_size = choose_backup(
             settings.batch_size, fan_out, settings.acceptance_rate,
             settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
@@ -313,7 +313,7 @@ def plan(settings: Settings) -> Plan:
 
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
-    """F_0..F_K as --fan-out says; in sd nothing is prepared, so every round misses."""
+    """Return F_0..F_K as --fan-out says; all are 0 in sd, where nothing is prepared."""
     try:
         shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
                               acceptance_rate, settings.miss_exponent)
@@ -323,28 +323,29 @@ def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
 
 
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """The prompts, `size` at a time; the last batch may have fewer."""
+    """Return the prompts, `size` at a time. The last batch may have fewer."""
     return [prompts[start:start + size] for start in range(0, len(prompts), size)]
 
 
 def warm_up(settings: Settings, models: Models, placement: Placement | None,
             prompts: list[list[int]]) -> None:
-    """Decode a few rounds, with hits and misses, of the first batch and of the last: on GPUs
-    libraries start, and passes are captured, at their first use."""
+    """Decode a few rounds, with hits and misses, of the first batch and of the last, which may be
+    smaller: on GPUs libraries start, and passes are captured, at their first use."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
     short = replace(settings, max_new_tokens=few, ignore_eos=True)
     batches = batches_of(prompts, settings.batch_size)
-    for batch in batches[:1] + batches[1:][-1:]:
-        for variant in (short, replace(short, budget=0, fan_out="geometric")):
-            Decoder(variant, models, placement)(batch)
+    misses = replace(short, budget=0, fan_out="geometric")  # a shape by hand has another budget
+    for number in sorted({0, len(batches) - 1}):
+        for variant in (short, misses):
+            Decoder(variant, models, placement)(batches[number])
 
 
 def main(settings: Settings) -> None:
     """Decode all prompts, and show them."""
-    plan(settings)  # refused, if it must be, before anything is loaded
+    plan(settings)  # raises UserError now, not after loading
     job = Job(settings)
     settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
-    job.settings = settings
+    job.settings = settings  # with the batch size that Theorems 7 and 17 mean
     display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
     if job.placement.any_gpu:

@@ -4,16 +4,16 @@ Speculative decoding is lossless because of two formulas (Leviathan et al. 2023;
 A token s drawn from q is
 
     accepted with probability   min(1, p(s) / q(s)),      else replaced by a draw from the
-    residual                    r(x) = max(p(x) - q(x), 0) / sum_y max(p(y) - q(y), 0),
+    residual(x)             =   max(p(x) - q(x), 0) / sum_y max(p(y) - q(y), 0).
 
-and then q(s) accept(s) + P(reject) r(s) = p(s), *whatever q is*, as long as q is what s was really
-drawn from, or the point mass at s, which is exact however s was drawn, but accepts less: sum p q
-instead of sum min(p, q). Two special cases need no formula of their own: greedy decoding is
-p = point mass at the argmax, and a proposal that was not drawn at all (greedy drafts, prompt
-look-up) is q = point mass.
+Then q(s) accept(s) + P(reject) residual(s) = p(s), *whatever q is*, as long as s was really drawn
+from q. A token may also be verified as if q were the point mass at s. That is exact however s was
+drawn, but accepts less: sum p q instead of sum min(p, q). Two special cases need no formula of
+their own. Greedy decoding has the point mass at the argmax as p. A proposal that was not drawn at
+random, by a greedy draft or by look-up, has a point mass as q.
 
-Saguaro sampling (Def. 14) bends q so that the residual, and with it the bonus token, falls among
-the tokens that the draft caches anyway:
+Saguaro sampling (Def. 14) changes q so that the residual, and with it the bonus token, falls among
+the tokens that the draft caches anyway. With the logits z of the draft it is
 
     sigma_{F,C}(z)_t  proportional to  C exp(z_t) if t in top_F(z), else exp(z_t).
 
@@ -31,8 +31,8 @@ class Sampler:
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0,
                  downweight: float = 1.0):
-        """`top_k` 0 and `top_p` 1 are off; `downweight` is C of Saguaro sampling, used by
-        `sample` alone."""
+        """`top_k` 0 and `top_p` 1 are off. `downweight` is C of Saguaro sampling; only `sample`
+        uses it."""
         self.greedy = temperature == 0
         self.downweight = downweight
         self.warpers = []
@@ -44,7 +44,7 @@ class Sampler:
             self.warpers.append(TopPLogitsWarper(top_p))
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Next-token distribution for logits `[..., V]`, same shape, float32 or wider."""
+        """Return next-token distributions `[..., V]`, float32 or wider, for logits `[..., V]`."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.greedy:
             return point_mass(logits.argmax(-1), like=logits)
@@ -56,8 +56,8 @@ class Sampler:
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor,
                fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the draft's proposals after logits `[..., V]` with `uniforms` `[...]`. Returns the
-        tokens `[...]` and q `[..., V]`, what they were drawn from. Greedy: the likeliest tokens,
-        and a q of width 0, which stands for point masses.
+        tokens `[...]` and q `[..., V]`, what they were drawn from. A greedy draft returns the
+        likeliest tokens, and a q of width 0.
 
         `fan_out` is Definition 14's F. For token s_i it is F_{i-1}, the number of bonus tokens that
         the next cache guesses where s_i is verified."""
@@ -68,8 +68,8 @@ class Sampler:
 
 
 def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token `[...]` from each distribution `[..., V]`, normalised or not, by its uniform number
-    `[...]` in [0, 1), float64.
+    """Draw a token `[...]` from each distribution `[..., V]`, normalised or not, by its uniform
+    number `[...]` in [0, 1), float64.
 
     The token is the first whose cumulative probability exceeds the number, so a token of
     probability 0 is never drawn. Unlike `torch.multinomial`, what is drawn for one row does not
@@ -81,17 +81,17 @@ def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def saguaro_distribution(q: torch.Tensor, fan_out: int, downweight: float) -> torch.Tensor:
-    """Saguaro sampling, sigma_{F,C} (Def. 14), of distributions q `[..., V]`: the F = `fan_out`
-    likeliest tokens keep only the share C = `downweight` in [0, 1] of their weight. (C exp(z_t) and
-    C q_t are the same once normalised.) The draft must draw from the result and report it to the
-    verifier. Where C = 0 would leave nothing, q stays as it is.
+    """Return sigma_{F,C} (Def. 14) of distributions q `[..., V]`: the F = `fan_out` likeliest
+    tokens keep only the share C = `downweight` in [0, 1] of their weight, and 1 changes nothing.
+    C exp(z_t) and C q_t are the same once normalised. The draft must draw from the result and
+    report it to the verifier. Where C = 0 would leave nothing, q stays as it is.
 
     >>> saguaro_distribution(torch.tensor([1/2, 1/4, 1/4]), fan_out=1, downweight=1/2)
     tensor([0.3333, 0.3333, 0.3333])
 
-    The top F include the drafted token, as in Definition 14. The cache does not guess that token
-    and so guesses one more that is not downweighted: the residual's mass on the cache is still at
-    least its mass on the top F, because a rejected token cannot be the bonus token."""
+    Definition 14 counts the drafted token among the top F. The cache leaves it out, because a
+    rejected token cannot be the bonus token, and guesses the next likeliest instead, which keeps
+    its full weight. So the residual has at least as much mass on the cache as on the top F."""
     if downweight == 1 or fan_out == 0:
         return q
     cached = q.topk(min(fan_out, q.shape[-1])).indices
@@ -101,7 +101,7 @@ def saguaro_distribution(q: torch.Tensor, fan_out: int, downweight: float) -> to
 
 
 def acceptance_probability(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """min(1, p(s) / q(s)), `[...]`, for tokens s `[...]` drawn from q `[..., V]`.
+    """Return min(1, p(s) / q(s)), `[...]`, for tokens s `[...]` drawn from q `[..., V]`.
 
     >>> acceptance_probability(torch.tensor([1/2, 1/4, 1/4]), torch.tensor([1/8, 3/4, 1/8]),
     ...                        torch.tensor(1))
@@ -113,8 +113,8 @@ def acceptance_probability(p: torch.Tensor, q: torch.Tensor, tokens: torch.Tenso
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(p - q, 0) normalised, `[..., V]`: what replaces a rejected token. Where p = q nothing can
-    be rejected, and p is returned.
+    """Return max(p - q, 0) normalised, `[..., V]`, from which the replacement of a rejected token
+    is drawn. Where p = q nothing can be rejected, and p is returned.
 
     >>> residual(torch.tensor([1/2, 1/4, 1/4]), torch.tensor([1/8, 3/4, 1/8])).tolist()
     [0.75, 0.0, 0.25]
@@ -125,21 +125,21 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def point_mass(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The distribution `[..., V]` of proposals `[...]` that were not drawn at random; V, type and
-    device are those of `like` `[..., V]`."""
+    """Return the distributions `[..., V]` of proposals `[...]` that were not drawn at random. V,
+    type and device are those of `like` `[..., V]`."""
     vocabulary = torch.arange(like.shape[-1], device=like.device)
     return (tokens[..., None] == vocabulary).to(like.dtype)
 
 
 def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
            uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lossless verification of a speculation: `(num_accepted [B], bonus [B])`.
+    """Verify a speculation losslessly. Returns `(num_accepted [B], bonus [B])`.
 
-    p `[B, K+1, V]`: the target's distributions before each drafted token and after the last;
-    tokens `[B, K]`: the speculation, K = 0 included; q `[B, K, V]`: what they were drawn from,
-    V = 0 for point masses; uniforms `[B, K+1]`, float64, in [0, 1). Tokens are accepted up to the
-    first rejection. The bonus token comes from the residual there or, if all were accepted, from
-    the last p, which is the residual against q = 0. It is drawn with the last uniform number.
+    p `[B, K+1, V]` are the target's distributions before each drafted token and after the last.
+    tokens `[B, K]` were drawn from q `[B, K, V]`; K may be 0, and so may q's width. uniforms
+    `[B, K+1]` are float64, in [0, 1). Tokens are accepted up to the first rejection. There the
+    bonus token is drawn from the residual. If all were accepted, it is drawn from the last p, which
+    is the residual against q = 0. The last uniform number draws it.
 
     >>> p = torch.tensor([[[1/2, 1/4, 1/4], [0.0, 0.0, 1.0]]])
     >>> q = torch.tensor([[[1/8, 3/4, 1/8]]])  # token 1 is accepted with probability 1/3

@@ -13,29 +13,29 @@ from sampling import Sampler
 
 
 class TargetWorker:
-    """The target model and the end of the verified text of every row of a batch of B."""
+    """Holds the target model, and the end of the verified text of every row of a batch of B."""
 
     def __init__(self, model: CausalLM, sampler: Sampler, seed: int):
-        """`seed` of the uniform numbers that accept, reject and draw bonus tokens."""
+        """`seed` decides the uniform numbers that accept, reject and draw bonus tokens."""
         self.model = model
         self.sampler = sampler
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
         self.clock = model.clock
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
-        """Round 0: read the prompts of texts of at most `max_length` tokens, and verify an empty
-        speculation; later ones have at most `lookahead` tokens."""
-        self.model.allocate(len(prompts), max_length, scratch=lookahead)
+        """Read the prompts of texts of at most `max_length` tokens, and verify round 0's empty
+        speculation. Later ones have at most `lookahead` tokens."""
+        self.model.allocate(len(prompts), max_length, scratch=lookahead)  # the last may run over
         self.model.prefill(prompts)
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
         self.last = torch.tensor([prompt[-1] for prompt in prompts])     # [B], not yet in the KV
         outcome = self.verify(Speculation.empty(len(prompts)))
-        self.clock.read()  # times are those of decoding alone
+        self.clock.read()  # discards the times of prefill
         return outcome
 
     def verify(self, speculation: Speculation) -> Outcome:
-        """One target pass over the last verified token and the K drafted ones: accept, reject, add
-        the bonus token. Raises `UserError` if logits overflow."""
+        """Make one pass over the last verified token and the K drafted ones. Accept, reject, and
+        add the bonus token. Raises `UserError` if logits overflow."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.clock("verify"):
@@ -47,6 +47,7 @@ class TargetWorker:
             logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
             p = self.sampler.probabilities(logits)
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms)
+            # NaN and inf show in the maximum, -inf is allowed. A NaN in q would just reject.
             finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
             # The host waits once, not for each of these.
             num_accepted, bonus, finite = torch.stack([num_accepted, bonus, finite.long()]).cpu()
@@ -56,7 +57,7 @@ class TargetWorker:
         return Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:
-        """The accepted tokens and the bonus token join the text. Rejection needs no work: the
+        """Add the accepted tokens and the bonus token to the text. Rejection needs no work: the
         length grows by k + 1, which is 0 for finished rows."""
         self.length = self.length + outcome.num_accepted + 1
         self.last = outcome.bonus
