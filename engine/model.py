@@ -29,7 +29,9 @@ import inspect
 from typing import Callable
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from engine.errors import UserError, first_line
@@ -44,6 +46,7 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
     "max_time": None, "watermarking_config": None, "penalty_alpha": 0, "dola_layers": None}
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 
 
 class KVCache:
@@ -127,9 +130,13 @@ class CausalLM:
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
-                          use_cache=True, logits_to_keep=keep,
-                          **{self.cache_name: self.kv}).logits
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # in this pass alone
+        try:
+            return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
+                              use_cache=True, logits_to_keep=keep,
+                              **{self.cache_name: self.kv}).logits
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # which uncovers `SDPA`
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
@@ -165,6 +172,27 @@ class CausalLM:
         if eos is None:
             return []
         return [eos] if isinstance(eos, int) else eos
+
+
+def grouped_attention(module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      attention_mask: torch.Tensor | None, **options):
+    """Attention of queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`, each of
+    which several heads share (Ainslie et al. 2023). `SDPA` copies keys and values for every head:
+    behind a long text that takes longer than all else. Here the queries of heads that share them
+    are rows of one head. On a CPU many rows are faster with a kernel that copies no mask either;
+    GPUs have no such kernel that takes a mask."""
+    rows, heads, n, size = query.shape
+    groups = key.shape[1]
+    usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
+    if heads == groups or not usual or options.get("position_bias") is not None:
+        return SDPA(module, query, key, value, attention_mask, **options)
+    as_rows = n < 16 or query.device.type == "cuda"
+    if as_rows:
+        query = query.reshape(rows, groups, -1, size)
+        attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)
+    output = scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=not as_rows,
+                                          scale=options.get("scaling"))
+    return output.reshape(rows, heads, n, -1).transpose(1, 2).contiguous(), None
 
 
 FIRST_SEEN = {  # the first position that is seen from each of `positions`, by the type of a layer

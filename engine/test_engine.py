@@ -21,9 +21,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import engine.model
 import saguaro
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
@@ -35,8 +37,10 @@ from cli.placement import Placement
 from cli.screen import print_times
 from cli.settings import ROOT, TINY, Settings
 from engine import cuda_graphs
+from engine.check import check_model
 from engine.cuda_graphs import CapturedGraph
-from engine.model import CausalLM, load
+from engine.errors import UserError
+from engine.model import SDPA, CausalLM, load
 from engine.tensor_parallel import load_sharded
 from engine.timing import PacedClock
 from saguaro import Decoder, Sequences
@@ -404,6 +408,36 @@ def test_work_on_a_gpu_is_an_nvtx_range_of_its_name(fake_graphs, monkeypatch):
     with PacedClock(torch.device("cuda"))("trunk"):
         calls.append("work")
     assert calls == ["trunk", "work", "end"]
+
+
+# ---- attention without copies ----
+
+@pytest.mark.parametrize("family, changes", (
+    ("llama", {}), ("llama", dict(num_key_value_heads=1)), ("qwen3", dict(head_dim=16)),
+    *windowed(8), ("gemma3_text", dict(head_dim=8, sliding_window=8)), ("gpt_neox", {}),
+    ("gpt2", {}), ("gemma2", dict(head_dim=8, sliding_window=8))))  # the last: softcap, eager
+def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, monkeypatch):
+    """Prompts are read in pieces of many tokens, of a few, and of one; nothing is copied."""
+    changes = dict(num_hidden_layers=2, num_key_value_heads=2) | changes
+    model = CausalLM(random_model.__wrapped__(family, **changes))
+    tokens = torch.arange(80).view(2, 40) * 7 % 40
+    with torch.inference_mode():
+        expected = model.model(tokens, use_cache=False).logits
+    model.allocate(2, 40, 0)
+    starts = [0, 20, 25, 26]
+    pieces = tokens.split([20, 5, 1, 14], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.integrations.sdpa_attention, "repeat_kv", refuse)
+        logits = [model.causal(piece, torch.full((2,), start))
+                  for start, piece in zip(starts, pieces)]
+    assert_close(torch.cat(logits, 1), expected, 1e-6)
+    check_model(model)
+    if model.model.config._attn_implementation == "sdpa":
+        monkeypatch.setattr(
+            engine.model, "grouped_attention", lambda module, query, *given, **options:
+            SDPA(module, query.flip(1), *given, **options))  # heads meet the keys of others
+        with pytest.raises(UserError, match="give other logits"):
+            check_model(model)
 
 
 # ---- CUDA graphs ----
