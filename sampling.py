@@ -74,15 +74,10 @@ def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     The token is the first whose cumulative probability exceeds the number, so a token of
     probability 0 is never drawn. Unlike `torch.multinomial`, what is drawn for one row does not
     depend on the rows beside it."""
-    V = p.shape[-1]
-    at_once = p.numel() if p.device.type == "cuda" else 2 ** 20  # on a CPU what its cache holds
-    rows = max(1, at_once // V)
-    tokens = []
-    for p, numbers in zip(p.reshape(-1, V).split(rows), uniforms.reshape(-1, 1).split(rows)):
-        cdf = p.cumsum(-1, dtype=torch.float64)
-        tokens.append(torch.searchsorted(cdf, numbers * cdf[:, -1:], right=True))
-    tokens = torch.cat(tokens).view_as(uniforms)
-    return tokens.clamp(max=V - 1)  # beyond is NaN, which the verifier reports
+    cdf = p.cumsum(-1, dtype=torch.float64)
+    threshold = uniforms[..., None] * cdf[..., -1:]
+    tokens = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+    return tokens.clamp(max=p.shape[-1] - 1)  # beyond is NaN, which the verifier reports
 
 
 def saguaro_distribution(q: torch.Tensor, fan_out: int, downweight: float) -> torch.Tensor:
