@@ -17,12 +17,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import json
 import platform
-import shutil
-import subprocess
 import sys
-import time
-from dataclasses import fields
+from dataclasses import asdict
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Iterable, NamedTuple
@@ -32,10 +30,9 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import PRIMARY, Speculation, speedup_over_sd_bounds, throughput
+from cache import PRIMARY, speedup_over_sd_bounds, throughput
 from cli.job import Job
-from cli.settings import (
-    ROOT, SWEEPS, BenchSettings, DecodingSettings, Settings, open_for_writing)
+from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
 from engine.errors import UserError
 from figures import draw
@@ -274,44 +271,28 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 
 
 def side_by_side(bench: Bench) -> None:
-    """Print what the devices of two ranks do to each other: the time of a verification beside an
-    idle and beside a working draft, and of a pre-speculation beside the target (medians)."""
-    [text] = bench.texts(1, 1)
+    """Print what the devices of two ranks do to each other: how long a piece of work takes in
+    turns, while the other model is idle, and how long while it works (medians)."""
     settings = bench.settings_of(Point("", 0, {}))
-    worker, = filter(None, workers(settings, bench.models))  # this rank's
-    work = worker.verify if bench.leads else worker.pre_speculate
-    if bench.leads:
-        worker.prefill([text], bench.job.max_length, settings.lookahead)
-    else:
-        worker.start([text], bench.job.max_length)
-    drafted = torch.zeros(1, settings.lookahead, dtype=torch.long)
-    speculation = Speculation(drafted, torch.zeros(*drafted.shape, 0), torch.tensor([PRIMARY]))
-    times = [[], []]  # while the other rank is idle, and while it works, in ms
-    for turn in range(60):  # rank 0 works, then rank 1, then both
-        dist.barrier(bench.job.placement.patient_group)
-        start = time.perf_counter()
-        passes = 0
-        while turn % 3 != bench.leads and time.perf_counter() < start + 0.1:
-            work(speculation)
-            passes += 1
-        if passes:
-            times[turn % 3 // 2].append(1000 * (time.perf_counter() - start) / passes)
-    found = [None, None]
-    dist.all_gather_object(found, [median(each) for each in times])
-    for name, (idle, working) in zip(("verification", "pre-speculation"), found):
-        if bench.leads:
-            print(f"a {name} takes {idle:.2f} ms alone, {working:.2f} while the other model works: "
-                  f"{working / idle:.2f} x")
+    overlapping = Decoder(settings, bench.models, bench.job.placement)
+    in_turns = Decoder(settings, bench.sd_models) if bench.leads else None
+    for text in bench.texts(*FEW):
+        for decoder in (in_turns, overlapping):
+            if decoder:
+                decoder([text])
+            dist.barrier(bench.job.placement.patient_group)
+    for work in (("verify",), ("trunk", "tree")) if bench.leads else ():
+        idle, working = (1000 * sum(median(decoder.stats.seconds_of(part)) for part in work)
+                         for decoder in (in_turns, overlapping))
+        print(f"{' + '.join(work)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
+              f"at work, {working / idle:.2f} x")
 
 
 def command_line(settings: Settings) -> str:
-    """The command that decodes with these settings, but for the texts."""
-    words = ["python saguaro.py"]
-    for option in fields(DecodingSettings) + fields(Settings)[-1:]:
-        value = getattr(settings, option.name)
-        if value != option.default:
-            words.append(f"--{option.name.replace('_', '-')} {'' if value is True else value}")
-    return " ".join(words)
+    """The command that decodes a text with these settings."""
+    chosen = sorted(asdict(settings).items() - asdict(Settings()).items())
+    words = [f" --{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in chosen]
+    return "python saguaro.py" + "".join(words)
 
 
 def at_best_lookahead(bench: Bench, changes: dict[str, Any],
@@ -450,14 +431,10 @@ def compare_with_logs() -> None:
 def machine(bench: Bench) -> dict[str, Any]:
     """What was measured, and on what."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    driver = None
-    if num_gpus and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     names = [bench.settings.target, bench.settings.draft]
     return {"machine": platform.platform(), "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)], "driver": driver,
+            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)],
             "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),
             "models": ["/".join(Path(name).parts[-2:]) for name in names]}
 
@@ -485,10 +462,14 @@ def main(settings: BenchSettings) -> None:
         else:
             found = sweep(bench, name)
         results += [{"sweep": name} | f for f in found]
-    if not any(settings.pace):
-        side_by_side(bench)
     if bench.leads:
         print(f"\n{machine(bench)}")
+    if not any(settings.pace) and "comparison" in names:
+        side_by_side(bench)
+        best = max((f for f in results if f["temperature"] == settings.temperature),
+                   key=itemgetter("tokens/s"))
+        if bench.leads:
+            print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
     if bench.leads and settings.out is not None:
         results = [{key: value for key, value in f.items()
                     if not isinstance(value, (list, torch.Tensor))} for f in results]

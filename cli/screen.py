@@ -187,7 +187,7 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
         over_ar = theorem_7(summary, settings.batch_size)
         print_line("Theorem 7", f"{over_ar:.2f}", "x autoregressive with these values, "
-                   f"{over_ar / sd:.2f} x SD")
+                   f"{over_ar / sd:.2f} x SD with this K")
 
 
 def print_choices(settings: DecodingSettings, summary: dict[str, Any]) -> None:

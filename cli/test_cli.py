@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -986,7 +986,44 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
     assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
+    assert re.search(r"\nverify: \S+ ms .*\ntrunk \+ tree: .* x\nfastest here: ", compared[1])
+    best = max((result for result in read(tmp_path / "out")["results"] if not result["value"]),
+               key=lambda result: result["tokens/s"])
+    program, *command = shlex.split(compared[1].rpartition("fastest here: python ")[2])
+    fastest = parse(Settings, command)
+    assert (program, fastest.mode) == ("saguaro.py", best["with"].get("mode", "ssd"))
+    assert (fastest.target, fastest.lookahead) == (str(pair[1]), best["lookahead"] or 4)
     assert {file.stem for file in tmp_path.glob("*.svg")} == set(names)
+
+
+def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
+    """SD drafts with the draft model, whatever SSD's backup, C, budget and fan-out are; AR and SD
+    of all comparisons and figures."""
+    bench_py = importlib.import_module("bench")
+    bench = object.__new__(bench_py.Bench)
+    odd = BenchSettings(backup="random", downweight=0.5, fan_out="1,1,1,1,1", acceptance_rate=0.3,
+                        backup_acceptance_rate=0.2, miss_exponent=2.0)
+    counted = []
+    monkeypatch.setattr(bench_py, "counts_of", lambda *_: {})
+    bench.decode = lambda points, _: counted.extend(map(bench.settings_of, points)) or [Stats()]
+    for bench.settings in (BenchSettings(), odd):
+        points = [bench_py.Point("", 0, {"mode": "sd", "lookahead": 3, "temperature": 1.0})]
+        for lines in bench_py.sweep_points(bench.settings, 16).values():
+            points += [point for line in lines for point in line if "mode" in point.changes]
+        assert len(points) > 10
+        for point in points:
+            settings = bench.settings_of(point)
+            chosen = saguaro.plan(settings)
+            assert (chosen.backup, chosen.budget, settings.downweight) == ("neural", 0, 1.0)
+            if settings.mode == "sd":
+                bench.count(point, [])
+    half = len(counted) // 2
+    assert counted[:half] == [replace(one, backup_acceptance_rate=None) for one in counted[half:]]
+    bench.settings = replace(odd, pace=(0, 0), fan_out="geometric")
+    bench.prompts = [[1]]
+    with suppress(ValueError):  # nothing was measured
+        bench.times(Settings())
+    assert {settings.backup for settings in counted[-2:]} == {"neural"}
 
 
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
@@ -1074,8 +1111,9 @@ def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words
     paces = []
     monkeypatch.setattr(bench_py, "Bench", lambda settings: SimpleNamespace(
         settings=settings, job=job, leads=True))
-    monkeypatch.setattr(bench_py, "comparison",
-                        lambda bench, _: paces.append(bench.settings.pace) or [])
+    monkeypatch.setattr(bench_py, "comparison", lambda bench, _: paces.append(
+        bench.settings.pace) or [{"temperature": 0, "tokens/s": 1, "with": {}}])
+    monkeypatch.setattr(bench_py, "side_by_side", lambda bench: None)
     status, output = obey("bench.py", *words)
     assert (status, paces) == (0, [pace, pace]), output
     assert "'models': ['tiny/target', 'tiny/draft']" in output
