@@ -1,9 +1,9 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
-SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, they
-are measured as they are. Elsewhere their work is paced: it takes five times as long as on H100s
-(`engine.timing.PacedClock`); all else is real. This emulates latencies; it measures no GPU. Speed
-is that of decoding, without prefill.
+SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, speeds
+are measured as they are. Elsewhere the passes of the models are paced: they take five times as long
+as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies; it measures
+no GPU. Speed is that of decoding, without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
@@ -41,7 +41,7 @@ from saguaro import Decoder, batches_of, plan, warm_up, workers
 
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
-FEW = (NUM_PROMPTS, 2)  # prompts and samples of each, to choose K; and of a figure, except:
+FEW = (NUM_PROMPTS, 2)  # (prompts, samples), to choose K, and of figures that are not in TEXTS
 TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "downweight": (16, 6),
          "batch": (16, 6), "frontier": (16, 1)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
@@ -59,7 +59,7 @@ Metrics = dict[str, Any]  # see `row`
 
 
 class Point(NamedTuple):
-    """One way of decoding: a row of a table, a point of a figure."""
+    """Names one way of decoding: a row of a table, a point of a figure."""
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
@@ -68,8 +68,8 @@ class Point(NamedTuple):
 # ---- what is counted, what is predicted, what is measured ----
 
 class Bench:
-    """Rank 0 holds the target and SD's draft, rank 1 SSD's draft. Both make the same calls in the
-    same order. Rank 1 decodes its part of SSD, and gets rank 0's numbers."""
+    """Counts, predicts and measures points. Rank 0 holds the target and SD's draft, rank 1 SSD's
+    draft. Both make the same calls in the same order. Rank 1 gets rank 0's numbers."""
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
@@ -93,13 +93,14 @@ class Bench:
         self.stats = {}  # of what was decoded, by settings and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
-        """The first prompts, `samples` times: each time 8 tokens shorter, so that texts differ."""
+        """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
+        differ."""
         return [prompt[:max(1, len(prompt) - 8 * sample)]
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts]]
 
     def count(self, point: Point, texts: list[list[int]]) -> Metrics:
-        """The hits and tokens of a point's rounds. They do not depend on times, so no pass is
+        """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
         paced, and rows share passes."""
         settings = self.settings_of(point)
         changes = point.changes | {"pace": (0.0, 0.0), "batch_size": 8}
@@ -110,8 +111,8 @@ class Bench:
         return counts_of(settings, stats)
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
-        """The row of a point by theory: what is counted, and how long its pieces of work take.
-        Where T_p > 1, misses take longer than the theorem assumes, see `cache.throughput`."""
+        """Return the row of a point by theory, from what is counted and how long its pieces of work
+        take. Where T_p > 1, misses take longer than the theorem assumes: see `cache.throughput`."""
         settings = self.settings_of(point)
         verification, tree_pass, backup_pass = self.times(settings)
         K = 0 if settings.mode == "ar" else settings.lookahead
@@ -121,9 +122,10 @@ class Bench:
         return row(point, settings, self.count(point, texts) | times)
 
     def times(self, settings: Settings) -> tuple[float, float, float]:
-        """Milliseconds of a verification, of one of the K + 1 passes of a pre-speculation, and of
-        one of the backup's K passes: those of the pace. Without a pace they are learned: a few
-        texts are decoded with this budget, and with none, so that every round misses."""
+        """Return the milliseconds of a verification, of one of the K + 1 passes of a
+        pre-speculation, and of one of the backup's K passes. They are the pace's. Without a pace a
+        few texts are decoded with this budget, and with none, so that every round misses, to
+        measure them."""
         target, draft = self.settings.pace
         if target:
             return target, draft, draft
@@ -141,7 +143,7 @@ class Bench:
         return ms(with_cache, "verify"), pre_speculation / (K + 1), ms(without, "backup") / K
 
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
-        """The rows of these points by the clock."""
+        """Return the rows of these points as measured."""
         found = self.decode(points, texts[:NUM_PROMPTS * SAMPLES])
         return [measured_row(point, self.settings_of(point), stats)
                 for point, stats in zip(points, found)]
@@ -153,15 +155,16 @@ class Bench:
         return self.settings.to_settings(**always | point.changes | baseline)
 
     def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
-        """Rank 0's statistics of every point, on both ranks. No point is decoded twice. All decode
-        their first batch, then their next, so that what disturbs the machine disturbs all."""
+        """Return rank 0's statistics of every point, on both ranks. No point is decoded twice. All
+        points decode their first batch, then their next, so that what disturbs the machine disturbs
+        all."""
         keys = [f"{self.settings_of(point)} {len(texts)}" for point in points]
         new = {key: self.decoder(point, texts)
                for key, point in dict(zip(keys, points)).items() if key not in self.stats}
         batches = []
         for decoder in new.values():
             size = decoder.settings.batch_size
-            few = max(4, size) if decoder.settings.mode == "ar" else None  # any text has its speed
+            few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
         look = {"leave": False}
         if not sys.stderr.isatty():
@@ -178,7 +181,7 @@ class Bench:
         return [self.stats[key] for key in keys]
 
     def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
-        """A decoder for this point; on GPUs it has warmed up."""
+        """Make a decoder for this point. On GPUs it has warmed up."""
         settings = self.settings_of(point)
         models = (self.sd_models, None)
         if settings.mode == "ssd":
@@ -189,15 +192,16 @@ class Bench:
 
 
 def largest_tells(settings: Settings) -> bool:
-    """True if what is drafted does not depend on the cache. Then one run with the `LARGEST` budget
-    tells the tokens of a round and, by its counts of guesses, the hits of every smaller cache."""
+    """Return whether what is drafted does not depend on the cache. If so, one run with the
+    `LARGEST` budget tells the tokens of a round and, by its counts of guesses, the hits of every
+    smaller cache."""
     return settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
 
 
 def counts_of(settings: Settings, stats: Stats) -> Metrics:
-    """The hits and tokens of these settings, from the `stats` of the run that counts them. Counts
-    of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
-    right."""
+    """Return the hits and tokens of these settings, from the `stats` of the run that counts them.
+    Counts of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
+    taken to be right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
     counts = {name: stats.summary()[name] for name in names}
     counts["guess_counts"] = torch.tensor(stats.guess_counts)
@@ -210,8 +214,8 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
 
 
 def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """The row of a point as it was decoded. Speed is that of the rounds in which all rows are
-    active. Where the pace is slower for a batch, times are shown as if it were not."""
+    """Return the row of a point as it was decoded. Speed is that of the rounds in which all rows
+    are active. Where the pace is slower for a batch, times are shown as if it were not."""
     slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
     rounds = [(sum(len(row.new_tokens) for row in rows), end - start)
               for number, start, end, rows in stats.log
@@ -225,15 +229,15 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
 
 
 def row(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
-    """A row of a table, by the names that figures use for axes. `parts`: the values that Theorem 7
-    takes, and others to show. `speed`: tokens a second as measured; None: as Theorem 7, in a batch
-    Corollary 16, predicts."""
+    """Return a row of a table, by the names that figures use for axes. `parts` are the values that
+    Theorem 7 takes, and others to show. `speed` is the measured tokens a second; if it is None, the
+    row has the speed that Theorem 7, or in a batch Corollary 16, predicts."""
     rows = settings.batch_size
     by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / parts["T_v in ms"]
     shown = by_theorem_7 if speed is None else speed
     return parts | {
         "name": point.name, "value": point.value, "counted": speed is None, "with": point.changes,
-        "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None draws no line
+        "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None: no line
         "lookahead": 0 if settings.mode == "ar" else settings.lookahead, "C": settings.downweight,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
         "backup": settings.backup, f"hit rate, {settings.backup} backup": parts["hit_rate"],
@@ -245,7 +249,7 @@ def row(point: Point, settings: Settings, parts: Metrics, speed: float | None = 
 # ---- the comparison ----
 
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
-    """AR, SD and SSD, each with its best K."""
+    """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
     heat = {"temperature": temperature}
     largest = largest_budget(bench, at_best_lookahead(bench, heat | {"budget": 24}, texts), texts)
@@ -297,10 +301,10 @@ def command_line(settings: Settings) -> str:
 
 def at_best_lookahead(bench: Bench, changes: dict[str, Any],
                       texts: list[list[int]]) -> dict[str, Any]:
-    """These changes, and the K with which they are fastest by Theorem 7 (in a batch Cor. 16); at a
-    pace the same in every launch. A pre-speculation may take a tenth longer than its passes, and
-    where it takes longer than a verification, misses wait for it, too. AR has no K; a quick run
-    takes --lookahead."""
+    """Return these changes with the K that is fastest by Theorem 7, or in a batch by Corollary 16.
+    At a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than
+    its passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and
+    a quick run takes --lookahead."""
     if bench.settings.quick or changes.get("mode") == "ar":
         return {"lookahead": bench.settings.lookahead} | changes
     points = [Point("", K, changes | {"lookahead": K}) for K in LOOKAHEADS]
@@ -312,16 +316,16 @@ def at_best_lookahead(bench: Bench, changes: dict[str, Any],
 
 
 def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]) -> int:
-    """The largest of `BUDGETS` with which pre-speculation takes no longer than a verification; the
-    smallest if none does."""
+    """Return the largest of `BUDGETS` with which a pre-speculation takes no longer than a
+    verification, or the smallest if there is none."""
     found = [bench.predict(Point("", budget, changes | {"budget": budget}), texts)
              for budget in BUDGETS]
     return max([f["budget"] for f in found if f["T_p"] <= 1], default=BUDGETS[0])
 
 
 def bounds(f: Metrics, sd: Metrics) -> str:
-    """Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and a miss is
-    worth no less than a hit and no more than E_hit (1 + T_b)."""
+    """Return Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and
+    E_hit <= E_miss <= E_hit (1 + T_b)."""
     if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
         return ""
     E_hit = f["E_hit"]
@@ -362,13 +366,13 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
 
 
 def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[list[Point]]]:
-    """The points of every figure: those to predict, which are its lines, and those to measure."""
+    """Return the points of every figure: those to predict, its lines, and those to measure."""
     warm = {"temperature": settings.temperature or 1.0}  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
     sizes = [size for size in SLOWER if size <= num_prompts]
 
     def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
-        """`predicted`, `measured`: values on the axis; `lines`: (name, changes of settings)."""
+        """`predicted` and `measured` are values on the axis, `lines` (name, changed settings)."""
         engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
         return [[Point(name, value, engine | changes | {axis: value})
                  for name, changes in lines for value in values]
@@ -396,7 +400,7 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 # ---- tables; Corollary 16 against logs of GPUs ----
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> None:
-    """Columns as wide as they must be; names are flush left."""
+    """Print a table with columns as wide as they must be, and names flush left."""
     def cell(value) -> str:
         if value is None:
             return ""
@@ -429,7 +433,7 @@ def compare_with_logs() -> None:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """What was measured, and on what."""
+    """Return what was measured, and on what."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [bench.settings.target, bench.settings.draft]
     return {"machine": platform.platform(), "torch": torch.__version__,

@@ -135,8 +135,8 @@ class DraftWorker:
     def speculate(self, speculation: Speculation, outcome: Outcome,
                   cache: SpeculationCache) -> Speculation:
         """The speculation that follows `outcome`, the result of verifying `speculation`: from the
-        cache on a hit, from the backup on a miss. One miss makes all rows wait, so the backup
-        drafts for all; rows that hit keep what was prepared."""
+        cache on a hit, from the backup on a miss. All rows wait for one miss. Shapes are
+        static, so the backup drafts for all, and rows that hit keep what was prepared."""
         self.advance(speculation, outcome)
         tokens, q, hit = cache.look_up(outcome)
         if not (hit | outcome.finished).all():
@@ -148,7 +148,9 @@ class DraftWorker:
         return Speculation(tokens, q, torch.where(hit, PRIMARY, BACKUP))
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
-        """Move to the end of the verified text: s_1..s_k and t* join it."""
+        """Add s_1..s_k and t* to the verified text. All K tokens are written, and t* over the first
+        rejected one; what lies beyond `length` is never read. With k = FINISHED = -1 the length
+        stays."""
         drafted = speculation.tokens.cpu()
         end = self.length + outcome.num_accepted
         self.text.scatter_(1, self.length[:, None] + torch.arange(drafted.shape[1]), drafted)

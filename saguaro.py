@@ -101,12 +101,12 @@ def follow(target: TargetWorker, channel: "Channel", prompts: list[list[int]],
 # ---- between the columns ----
 
 class Channel:
-    """The messages between ranks, all broadcast: any number of ranks may hold the target. Outcomes
-    decide what Python does next, so they travel between host memories; speculations feed the
-    models, so they travel from device to device."""
+    """Sends the messages between ranks. All are broadcast, because any number of ranks may hold the
+    target. Outcomes decide what Python does next, so they travel between host memories, in the
+    default group. Speculations feed the models, so they travel from device to device."""
 
     def __init__(self, placement: Placement, lookahead: int, q_width: int, q_dtype: torch.dtype):
-        """`q_width`: V, or 0 when greedy."""
+        """`q_width` is the width of every q, V or 0."""
         self.draft_rank = placement.draft_rank
         self.group = placement.world_group
         self.device = placement.channel_device
@@ -124,8 +124,8 @@ class Channel:
         return Outcome(message[:, 0], message[:, 1])
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """The rank that drafts tells all ranks source and tokens, `[B, 1 + K]`, and their q,
-        `[B, K, V]`, if there is one: neither greedy drafts nor an empty speculation have."""
+        """Tell all ranks, as the one that drafts, source and tokens, `[B, 1 + K]`, and then their
+        q, `[B, K, V]`. A q without numbers is not sent: of greedy drafts, or with K = 0."""
         source = to_device(speculation.source[:, None], speculation.tokens.device)
         message = torch.cat([source, speculation.tokens], 1).to(self.device)
         dist.broadcast(message, self.draft_rank, self.group)

@@ -73,7 +73,7 @@ def audit_file(args: argparse.Namespace) -> bool:
 
 
 def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
-    """The settings of the first line, if it holds any, and the lines with texts, numbered."""
+    """Read the settings of the first line, if it holds any, and the lines with texts, numbered."""
     try:
         lines = Path(path).read_text("utf-8-sig").split("\n")
     except (OSError, ValueError) as problem:
@@ -102,7 +102,7 @@ def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
 
 
 def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
-    """A line as a `Text`. Raises `UserError`, which says what is wrong with it."""
+    """Return a line as a `Text`. Raises `UserError`, which says what is wrong with it."""
     prompt = row.get("prompt_tokens")
     if prompt is None and isinstance(row.get("prompt"), str):
         if tokenizer is None:
@@ -136,7 +136,7 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
 
 
 def load_target(path: str, dtype: str, device: str):
-    """The model, and its tokenizer if it has one."""
+    """Load the model, and its tokenizer if it has one."""
     if dtype == "auto":
         on_gpu = device != "cpu" and torch.cuda.is_available()
         dtype = "bfloat16" if on_gpu else "float32"
@@ -156,7 +156,7 @@ def load_target(path: str, dtype: str, device: str):
 
 
 def report(findings: dict[str, Finding]) -> bool:
-    """Print what was found, and what would have been; returns whether anything was."""
+    """Print what was found, and what would have shown. Returns whether anything was found."""
     width = max(map(len, findings))
     print(f"\n{'':{width}}    tokens    bins   pairs   place     ids        argmax         log p"
           "  bins show")
@@ -215,7 +215,7 @@ def report_greedy(texts: list[Text], gaps: torch.Tensor) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 1 if a bias was found, 2 for a bad file."""
+    """Audit, and return the exit status: 1 if a bias was found, 2 for a bad file."""
     args = audit_parser().parse_args(arguments)
     try:
         return int(audit_file(args))

@@ -15,7 +15,7 @@ TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
 
 
 class Finding(NamedTuple):
-    """What the audit finds in the texts, or in a group of their tokens."""
+    """Holds what the audit finds in the texts, or in a group of their tokens."""
     tokens: int
     impossible: int             # tokens of probability 0
     near_ties: int              # tokens that count as the last ones inside top-k or top-p
@@ -83,7 +83,7 @@ def audit(told: Replayed) -> Finding:
 
 
 def smallest(findings: dict[str, Finding]) -> float:
-    """The smallest p-value of all groups and tests, times their number (Bonferroni)."""
+    """Return the smallest p-value of all groups and tests, times their number (Bonferroni)."""
     if findings["all"].impossible:
         return 0.0
     p_values = [p for finding in findings.values() for p in finding.p_values.values()]
@@ -92,14 +92,14 @@ def smallest(findings: dict[str, Finding]) -> float:
 
 
 def would_have_shown(tokens: int) -> float:
-    """The smallest bias in total variation that so many tokens show: see `audit`."""
+    """Return the smallest bias in total variation that so many tokens show: see `audit`."""
     return min(1.0, (NONCENTRALITY / 4 / tokens) ** 0.5)
 
 
 def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 0) -> float:
-    """p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their class
-    `given` `[N]` (0, 1, ...). Classes with fewer than 5 expected in a bin are left out; NaN: all
-    are."""
+    """Return the p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their
+    class `given` `[N]` (0, 1, ...). Classes with fewer than 5 expected in a bin are left out. It is
+    NaN if all are."""
     cell = given * bins + (numbers * bins).long().clamp(max=bins - 1)
     observed = torch.bincount(cell)
     observed = torch.nn.functional.pad(observed, (0, -len(observed) % bins)).view(-1, bins)
@@ -113,9 +113,9 @@ def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 
 
 
 def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
-    """p-value of the hypothesis that each token falls into a class with its probabilities `p`
-    `[N, classes]`; `surprises`: 1 for the class it fell into and 0 for others, less p. Directions
-    in which the counts hardly vary are left out; NaN: all are."""
+    """Return the p-value of the hypothesis that each token falls into a class with its
+    probabilities `p` `[N, classes]`. `surprises` are 1 for the class it fell into and 0 for others,
+    less p. Directions in which the counts hardly vary are left out. It is NaN if all are."""
     variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
     enough = variance >= 5
     if not enough.any():
@@ -126,8 +126,8 @@ def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
 
 
 def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
-    """How far a sum `[N, 3]` (see `surprise`) is from its expectation, in standard deviations, and
-    its two-sided p-value; NaN: it varies too little to tell."""
+    """Return how far a sum `[N, 3]` (see `surprise`) is from its expectation, in standard
+    deviations, and its two-sided p-value. It is NaN if the sum varies too little to tell."""
     total, variance, third = surprises.sum(0).tolist()
     if variance <= 0:
         return math.nan, math.nan
@@ -146,7 +146,7 @@ def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
 
 def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
                  batch_size: int) -> dict[str, Finding]:
-    """The finding of all tokens ("all") and of each group."""
+    """Return the finding of all tokens ("all") and of each group."""
     generator = torch.Generator().manual_seed(RANDOM)
     told = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
@@ -159,7 +159,7 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
 
 
 def p_text(p: float) -> str:
-    """A p-value as people read it.
+    """Return a p-value as people read it.
 
     >>> p_text(0.25), p_text(3.4e-11), p_text(math.nan)
     ('0.25', '3e-11', '-')

@@ -21,14 +21,14 @@ RANGES = 16      # of token ids
 
 
 class Text(NamedTuple):
-    """A line of the file: token ids, and the group of every new token."""
+    """Holds a line of the file: token ids, and the group of every new token."""
     prompt: list[int]
     tokens: list[int]
     group: list[str]
 
 
 class Replayed(NamedTuple):
-    """How the target sees every token of the texts, `[N]`, given all that precedes the token."""
+    """Says how the target sees every token of the texts, `[N]`, given all that precedes it."""
     uniform: torch.Tensor   # [N] in (0, 1): see `audit`
     previous: torch.Tensor  # [N] that of the token before; -1: it is the text's first
     place: torch.Tensor     # [N] in the text, from 0
@@ -44,8 +44,8 @@ class Replayed(NamedTuple):
 
 
 def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`[T, 3]`: a function of the token, `value` `[T, V]`, at the tokens `[T]` that were written,
-    less its expectation under p `[T, V]`; its variance; its third central moment."""
+    """Return `[T, 3]`: a function of the token, `value` `[T, V]`, at the tokens `[T]` that were
+    written, less its expectation under p `[T, V]`; its variance; its third central moment."""
     centred = value - (p * value).sum(-1, keepdim=True)
     seen = centred.gather(-1, tokens[:, None]).squeeze(-1)
     return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
@@ -90,7 +90,7 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
 
 
 def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
-    """transformers' own, in the order of `generate`. Raises ValueError, as they do."""
+    """Make transformers' own warpers, in the order of `generate`. Raises ValueError, as they do."""
     if not 0 < top_p <= 1:  # NaN, too
         raise ValueError(f"top-p is {top_p}; it must be above 0, and at most 1")
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
@@ -102,8 +102,8 @@ def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorL
 
 
 def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.Tensor]:
-    """The target's logits `[T, V]` before every new token of each text, by one ordinary forward
-    pass per batch: nothing of this project has a part in it."""
+    """Return the target's logits `[T, V]` before every new token of each text, by one ordinary
+    forward pass per batch. Nothing of this project has a part in it."""
     bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", disable=None)
     for start in range(0, len(texts), batch_size):
         batch = texts[start:start + batch_size]
@@ -124,7 +124,7 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
 
 
 def members(texts: list[Text]) -> dict[str, torch.Tensor]:
-    """The members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
+    """Return the members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
     groups = [name for text in texts for name in text.group]
     chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
     for name in sorted(set(groups) - {""}):
@@ -133,19 +133,20 @@ def members(texts: list[Text]) -> dict[str, torch.Tensor]:
 
 
 def precision_of(model) -> float:
-    """Of the model's type; or 1e-5, which sums over many layers lose in float32."""
+    """Return the precision of the model's type, or 1e-5, which sums over many layers lose in
+    float32."""
     return max(torch.finfo(model.dtype).eps, 1e-5)
 
 
 def rounding(logits: torch.Tensor, precision: float) -> torch.Tensor:
-    """How far rounding may take each of logits `[T, V]`, `[T]`: 4 times the precision, times the
-    largest logit."""
+    """Return how far rounding may take each of logits `[T, V]`, `[T]`: 4 times the precision, times
+    the largest logit."""
     return 4 * precision * logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
 
 
 def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
-    """Two gaps for each token of greedy texts, `[N, 2]`: how far its logit is from the largest, and
-    how far rounding may take it."""
+    """Return two gaps for each token of greedy texts, `[N, 2]`: how far its logit is from the
+    largest, and how far rounding may take it."""
     gaps = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -19,7 +19,7 @@ from engine.tensor_parallel import check_shardable, load_sharded
 
 
 class Models(NamedTuple):
-    """The models of this rank. None: another rank holds it, or nobody needs it."""
+    """Holds the models of this rank. None is held by another rank, or needed by nobody."""
     target: CausalLM | None
     draft: CausalLM | None
     context: int         # the target's, in tokens
@@ -27,14 +27,14 @@ class Models(NamedTuple):
     max_length: int = 0  # tokens of the longest text to come, if known: buffers are made once
 
     def set_pace(self, milliseconds: tuple[float, float]) -> None:
-        """Let a pass of the target, and of the draft, take at least so long; 0: as it comes."""
+        """Let a pass of the target, and of the draft, take at least so long. 0 sets no limit."""
         for model, least in zip((self.target, self.draft), milliseconds):
             if model:
                 model.clock.pace = least / 1000
 
 
 class Job:
-    """Settings, placement, configurations and prompts (token ids)."""
+    """Holds settings, placement, configurations, and prompts as token ids."""
 
     def __init__(self, settings: DecodingSettings):
         self.settings = settings
@@ -91,8 +91,8 @@ class Job:
         return self.ready(CausalLM(model, self.vocab_size))
 
     def ready(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
-        """Check the model; use CUDA graphs if all its ranks have GPUs. `group`: these ranks, if
-        there are several."""
+        """Check the model, and use CUDA graphs if all its ranks have GPUs. `group` holds these
+        ranks, if there are several."""
         check_model(model)
         if self.placement.on_gpus and not self.settings.eager:
             model.forward_fn = GraphRunner(model, group)
@@ -110,7 +110,7 @@ class Job:
 
 
 def open_model(flag: str, path: str):
-    """The configuration and tokenizer of a checkpoint; nothing big is read."""
+    """Read the configuration and tokenizer of a checkpoint, and nothing big."""
     try:
         return (AutoConfig.from_pretrained(path, trust_remote_code=False),
                 AutoTokenizer.from_pretrained(path, trust_remote_code=False))
@@ -121,13 +121,13 @@ def open_model(flag: str, path: str):
 
 
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
-    """The prompts as token ids; `chat`: each as a user turn of the chat template."""
+    """Return the prompts as token ids; with `chat` each is a user turn of the chat template."""
     if chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     try:
         if not chat:
             return tokenizer(texts)["input_ids"]
-        texts = ["Saguaro", *texts]  # does it arrive? A template may read texts, or lists of parts
+        texts = ["Saguaro", *texts]  # a template may ignore texts, or lists of parts: try
         for contents in (texts, [[{"type": "text", "text": text}] for text in texts]):
             trial, *chats = [[{"role": "user", "content": content}] for content in contents]
             if "Saguaro" in tokenizer.apply_chat_template(trial, tokenize=False):

@@ -39,8 +39,8 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
 
 
 def prepare_process() -> None:
-    """Ctrl-C ends every rank at once. Text is printed whatever the output's encoding, or if it
-    is closed."""
+    """Let Ctrl-C end every rank at once, and text be printed whatever the output's encoding, or if
+    it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
@@ -125,7 +125,7 @@ def report(problem: Exception | str) -> None:
 
 
 def fail(problem: UserError | str) -> None:
-    """One sentence, exit status 2."""
+    """Print one sentence, and exit with status 2."""
     report(f"error: {problem}")
     sys.exit(2)
 
@@ -154,7 +154,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def watch(waits: str, seconds: float, limit: float) -> threading.Event:
-    """Until the event is set: say for what this rank `waits` after so many seconds, and exit at the
+    """Say, until the event is set, for what this rank `waits` after so many seconds. Exit at the
     `limit`, whatever library the main thread is in."""
     def exit_in_vain() -> None:
         if not done.wait(seconds):

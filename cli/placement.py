@@ -12,9 +12,9 @@ from engine.errors import UserError, first_line
 
 
 class Placement:
-    """Which rank this process is and where it computes: rank r of a machine on GPU r, if there is
-    one, else on the CPU. In ssd the last of several ranks holds the draft; all others hold the
-    target together."""
+    """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
+    is one, else on the CPU. In ssd the last of several ranks holds the draft, and all others hold
+    the target together."""
 
     def __init__(self, settings: DecodingSettings):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -83,7 +83,7 @@ class Placement:
         self.devices = [device for device, _ in ranks]
 
         def new_group(size: int) -> dist.ProcessGroup:
-            """A group of the first `size` ranks."""
+            """Make a group of the first `size` ranks."""
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
@@ -101,11 +101,11 @@ class Placement:
 
     @property
     def any_gpu(self) -> bool:
-        """True if any rank computes on a GPU."""
+        """Return whether any rank computes on a GPU."""
         return any(device != "cpu" for device in self.devices)
 
     @property
     def on_gpus(self) -> bool:
-        """True if this rank computes on a GPU, and so do all that hold the same model."""
+        """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
         return "cpu" not in peers

@@ -24,14 +24,14 @@ REPORT = (
 
 
 def can_show_colours() -> bool:
-    """True on a terminal, unless somebody asked for plain text (no-color.org)."""
+    """Return True on a terminal, unless somebody asked for plain text (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 class Display:
-    """What rank 0 shows. One prompt: its text, streamed as it is verified, on a terminal in
-    colours. Several: a progress bar, and each text when its batch has ended. It also writes the
-    file of --output."""
+    """Shows what rank 0 decodes. With one prompt it streams the text as it is verified, on a
+    terminal in colours. With several it shows a progress bar, and each text when its batch has
+    ended. It also writes the file of --output."""
     PROMPT = "\x1b[2m"
     CACHE = "\x1b[94m"  # blue and orange, the figures' colours
     BACKUP = "\x1b[38;5;208m"
@@ -69,7 +69,7 @@ class Display:
             print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
-        """New tokens, just verified. The last is the bonus token, or the text's end."""
+        """Show new tokens, just verified. The last is the bonus token, or the text's end."""
         self.bar.update(len(new_tokens))
         self.groups[row] += self.group(row, len(new_tokens), source)
         if not self.streams:
@@ -83,9 +83,9 @@ class Display:
             self.write(text, style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
-        """For the audit, the group of each new token: did its round begin with a hit, and its place
-        in the round. Both are settled before the token is drawn, so within each group, too, tokens
-        are distributed as the target's."""
+        """Return the group of each new token for the audit: whether its round began with a hit, and
+        its place in the round. Both are settled before the token is drawn, so the tokens of each
+        group are distributed as the target's, too."""
         if not self.groups[row]:
             return ["round 0"]
         began = "hit" if source == PRIMARY else "miss"

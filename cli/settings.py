@@ -26,8 +26,8 @@ FALLBACK = "section 4.3, fallback"
 
 
 def option(group: str, default, help: str, min: float = -math.inf, max: float = math.inf, **form):
-    """A field of settings, and its command line option; of a number, its range. `form`: further
-    arguments for argparse."""
+    """Declare a field of settings, its command line option and, of a number, its range. `form`
+    holds further arguments for argparse."""
     form["help"] = help
     return field(default=default, metadata=dict(group=group, range=(min, max), form=form))
 
@@ -42,7 +42,7 @@ def pace_option(default: tuple[float, float] | None, more: str = ""):
 
 @dataclass
 class DecodingSettings:
-    """The options that all commands share."""
+    """Holds the options that all commands share."""
     target: str = option(
         "models", str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
     draft: str = option(
@@ -67,7 +67,7 @@ class DecodingSettings:
     acceptance_rate: float = option(
         CACHE, 0.8, "a, the acceptance rate of drafted tokens, for the shape", min=0, max=1)
     miss_exponent: float = option(
-        CACHE, 1.0, "r of the power law of misses (Def. 11), for the shape", min=1e-9, max=1e9)
+        CACHE, 1.0, "r: F guesses miss in proportion to F^-r (Def. 11)", min=1e-9, max=1e9)
     downweight: float = option(
         "section 4.2, Saguaro sampling", 1.0, "C (Def. 14); 1 is ordinary sampling; when greedy "
         "it does nothing", min=0, max=1, metavar="C")
@@ -110,12 +110,12 @@ class DecodingSettings:
             self.budget = sum(map(int, by_hand))
 
     def to_settings(self, **changes) -> "Settings":
-        """Settings of `saguaro.py` with these options and `changes`."""
+        """Return settings of `saguaro.py` with these options and `changes`."""
         shared = {f.name: getattr(self, f.name) for f in fields(DecodingSettings)}
         return Settings(**shared | changes)
 
     def backup_acceptance(self, backup: str) -> float:
-        """The acceptance rate a after a backup of this name."""
+        """Return the acceptance rate a of what a backup of this name drafts."""
         if self.backup_acceptance_rate is not None:
             return self.backup_acceptance_rate
         return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
@@ -126,7 +126,7 @@ TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (
 
 
 def value_type(f) -> type:
-    """The type of a field's values: int, float, str or bool."""
+    """Return the type of a field's values: int, float, str or bool."""
     return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
@@ -238,7 +238,7 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
 # ---- files ----
 
 def read_prompts(settings: DecodingSettings) -> list[str]:
-    """The texts to continue: --prompt, --prompts or tiny/prompt.txt."""
+    """Return the texts to continue, of --prompt, --prompts or tiny/prompt.txt."""
     if settings.prompt:
         return list(settings.prompt)
     if settings.prompts is not None:
@@ -247,7 +247,7 @@ def read_prompts(settings: DecodingSettings) -> list[str]:
 
 
 def read_json_lines(path: str) -> list[str]:
-    """The texts of a JSON Lines file. Raises `UserError`, naming the line."""
+    """Return the texts of a JSON Lines file. Raises `UserError`, naming the line."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("every rank reads it, so it must be a regular file")

@@ -9,7 +9,7 @@ from draft_worker import Plan
 
 
 class RowRound(NamedTuple):
-    """A round of one row of a batch."""
+    """Holds a round of one row of a batch."""
     row: int
     source: int            # who drafted: PRIMARY or BACKUP
     drafted: list[int]     # [K]
@@ -20,7 +20,7 @@ class RowRound(NamedTuple):
 
 @dataclass
 class Stats:
-    """What was decoded, and the times of it (seconds)."""
+    """Collects what was decoded, and its times in seconds."""
     lookahead: int = 0
     choices: dict[str, Any] = field(default_factory=dict)  # see `choices`; none: no draft
     in_turns: bool = False    # one process does the work of two, so times mean nothing
@@ -37,7 +37,7 @@ class Stats:
             self.guess_counts = guess_counts or self.guess_counts
 
     def seconds_of(self, work: str) -> list[float]:
-        """Seconds of each piece of this work."""
+        """Return the seconds of each piece of this work."""
         return [end - start for _, name, start, end, *_ in self.spans if name == work]
 
     def mean_seconds(self, work: str) -> float | None:
@@ -45,9 +45,9 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """The statistics of `--output`; None: not measured. `acceptance_rate`: the a of the paper's
-        geometric model, by maximum likelihood. T_p (a pre-speculation: trunk and tree) and T_b (a
-        backup) are in units of a verification."""
+        """Return the statistics of `--output`, with None for what was not measured.
+        `acceptance_rate` is the a of the paper's geometric model, by maximum likelihood. T_p (trunk
+        and tree) and T_b are in verifications."""
         K = self.lookahead
         decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
         prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
@@ -83,8 +83,8 @@ class Stats:
 
 
 def choices(plan: Plan, downweight: float) -> dict[str, Any]:
-    """The choices of sections 4.1 to 4.3, as `--output` names them. `critical_batch_size` None: it
-    chose nothing, or the neural backup is better at every size."""
+    """Return the choices of sections 4.1 to 4.3, as `--output` names them. `critical_batch_size` is
+    None if it chose nothing, or if the neural backup is better at every size."""
     b = plan.critical_batch_size
     return {"fan_out": plan.fan_out[PRIMARY], "fan_out_after_backup": plan.fan_out[BACKUP],
             "downweight": downweight, "backup": plan.backup,
@@ -117,7 +117,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
-    """The speedup over autoregressive decoding that Theorem 7 (in a batch, Cor. 16) predicts from
-    the parts measured. What was not measured, such as E_miss without a miss, counts as 0."""
+    """Return the speedup over autoregressive decoding that Theorem 7, or in a batch Corollary 16,
+    predicts from the parts measured. What was not measured, such as E_miss without a miss, counts
+    as 0."""
     parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
     return throughput(*parts, batch_size)

@@ -56,7 +56,8 @@ def check_model(model: CausalLM) -> None:
 
 
 def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits `[1, 3, V]` of the last three of the tokens `[1, n]`, by transformers' own cache."""
+    """Return the logits `[1, 3, V]` of the last three of the tokens `[1, n]`, by transformers' own
+    cache."""
     cache = {model.cache_name: DynamicCache(config=model.model.config)}
     pieces = (tokens[:, :-3], *tokens[:, -3:].split(1, 1))
     logits = [model.model(piece, use_cache=True, **cache).logits for piece in pieces]
@@ -64,8 +65,8 @@ def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """The same logits through KV slots: one after a pass that leaves rejected tokens behind, two in
-    scratch slots, the later one first."""
+    """Return the same logits through KV slots: one after a pass that leaves rejected tokens behind,
+    two in scratch slots, the later one first."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
@@ -79,14 +80,14 @@ def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def size(logits: torch.Tensor) -> float:
-    """The root mean square of the logits."""
+    """Return the root mean square of the logits."""
     return float(logits.float().square().mean().sqrt())
 
 
 def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> bool:
-    """True if logits differ, in the vocabulary that both have, by more than 8 times the `rounding`
-    or a last digit. (In 15 families and four types sound models differ by at most 1.9 times the
-    rounding, others by at least 15 times.)"""
+    """Return whether logits differ, in the vocabulary that both have, by more than 8 times the
+    `rounding` or a last digit. (In 15 families and four types sound models differ by at most 1.9
+    times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
     digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
     allowed = 8 * max(rounding, digit * size(expected))

@@ -3,9 +3,9 @@ import torch
 
 
 class GuessCounts:
-    """`table` `[2, K+1, n+1]`: how often, by who drafted, k tokens were accepted and the bonus
-    token was the draft's guess number 0 to n-1, or, in the last column, none of its n guesses. So
-    it tells what a cache of any other shape would have held of the very same outcomes."""
+    """Counts guesses in `table` `[2, K+1, n+1]`: for each source, how often k tokens were accepted
+    and the bonus token was the draft's guess number 0 to n-1 or, in the last column, none of them.
+    So it tells how often a cache of any other shape would have hit with the same outcomes."""
 
     def __init__(self, lookahead: int, num_guesses: int):
         self.num_guesses = num_guesses

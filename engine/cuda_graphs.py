@@ -24,12 +24,13 @@ LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their l
 
 
 class CapturedGraph:
-    """A pass as a CUDA graph. A replay copies its inputs to the addresses of the captured ones."""
+    """Holds a pass as a CUDA graph. A replay copies its inputs to the addresses of the captured
+    ones."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
                  stream: torch.cuda.Stream):
-        """`pool`: memory that all graphs share. They run on one `stream`, one after the other, and
-        the output of each is copied before the next."""
+        """`pool` is memory that all graphs share. They run on one `stream`, one after the other,
+        and the output of each is copied before the next."""
         self.forward = forward
         self.pool = pool
         self.stream = stream
@@ -67,14 +68,15 @@ class GraphRunner:
     eager."""
 
     def __init__(self, model: CausalLM, group: dist.ProcessGroup | None = None):
-        """`group`: the ranks that share the model, if there are several."""
+        """`group` holds the ranks that share the model, if there are several."""
         self.model = model
         self.group = group
         self.stream = torch.cuda.Stream()
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  visible: torch.Tensor) -> torch.Tensor:
-        """The same as `CausalLM.forward_eager`: logits `[B, n, V]`; keys and values are written."""
+        """Do as `CausalLM.forward_eager` does: return logits `[B, n, V]`, and write keys and
+        values."""
         kv = self.model.kv
         seen = visible.shape[-1]
         widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]
@@ -112,7 +114,7 @@ class GraphRunner:
         kv.graphs[shape] = graph
 
     def all_agree(self, fine: bool) -> bool:
-        """True if it is fine on all ranks that share the model."""
+        """Return whether it is fine on all ranks that share the model."""
         if self.group is None:
             return fine
         flag = torch.tensor(int(fine), device=self.model.device)

@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """An error that the user can mend; one sentence says how."""
+    """Reports an error that the user can mend; one sentence says how."""
 
 
 def first_line(problem: Exception) -> str:

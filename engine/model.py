@@ -50,9 +50,9 @@ SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 
 
 class KVCache:
-    """Keys and values: per layer two buffers `[rows, heads, slots, head size]`, made at the first
-    write. Smaller batches use the first rows. A pass writes to the slots of `slot_mapping` `[B, n]`
-    and sees slots 0..`used`-1."""
+    """Stands in for the cache of transformers. It holds keys and values: per layer two buffers
+    `[rows, heads, slots, head size]`, made at the first write. Smaller batches use the first rows.
+    A pass writes to the slots of `slot_mapping` `[B, n]` and sees slots 0..`used`-1."""
 
     def __init__(self, rows: int, slots: int):
         self.rows = rows
@@ -62,7 +62,8 @@ class KVCache:
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
                **__) -> list[torch.Tensor]:
-        """Called by every attention layer: store `[B, heads, n, head size]`, return all in use."""
+        """Store keys and values `[B, heads, n, head size]` of a layer, and return all that are in
+        use. Every attention layer calls this."""
         if layer not in self.layers:
             self.layers[layer] = [
                 new.new_zeros(self.rows, new.shape[1], self.slots, new.shape[-1])
@@ -81,13 +82,13 @@ class KVCache:
 
 
 class CausalLM:
-    """A model, its KV slots, and the forward pass that both workers share. `B` rows, `n` tokens a
-    row, `V` vocabulary."""
+    """Holds a model and its KV slots, with the forward pass that both workers share. B is the
+    number of rows, n that of tokens in a row, V the size of the vocabulary."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size`: the V of the logits. A draft is given its target's, because embeddings are
-        padded differently within a family: tokens beyond V are never proposed, and those that the
-        draft lacks have q = 0; in a text it reads its own last token in their place."""
+        """`vocab_size` is the V of the logits. A draft is given its target's, because families pad
+        embeddings differently. So tokens beyond V are never proposed. Tokens that the draft lacks
+        have q = 0, and in a text it reads its own last token instead of them."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
@@ -104,7 +105,7 @@ class CausalLM:
         """Make room for a batch: `max_length` slots a row for its text, and `scratch` more.
         Buffers, and the CUDA graphs on them, are kept if they are large enough."""
         slots = max_length + scratch
-        slots += -slots % 8  # attention would pad another mask in every layer
+        slots += -slots % 8  # else attention would pad the mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
             self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
         self.last_position = min(max_length, self.context) - 1
@@ -112,21 +113,22 @@ class CausalLM:
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                 visible: torch.Tensor, logits: bool = True) -> torch.Tensor:
-        """Logits `[B, n, V]` for tokens, positions and slots `[B, n]`, each of which sees the slots
-        where `visible` `[B, n, slots in use]` is True; in their order, these hold its text.
-        Positions beyond the longest text are clamped: such tokens only keep shapes static.
-        `logits=False` only fills the KV, unpaced."""
-        if self.last_token < self.vocab_size - 1:  # only of a draft
+        """Return logits `[B, n, V]` for tokens, positions and slots `[B, n]`. A token sees the
+        slots where `visible` `[B, n, slots in use]` is True, and in their order these hold its
+        text. Positions beyond the longest text are clamped: nothing reads the logits of such
+        tokens, which only keep shapes static. `logits=False` only fills the KV, unpaced."""
+        if self.last_token < self.vocab_size - 1:  # a draft that lacks the target's last ids
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         if not logits:
             return self.forward_eager(tokens, positions, slots, visible, keep=1)
-        self.clock.passes += 1
+        self.clock.passes += 1  # of the work at hand, for the pace
         return fit_vocabulary(self.forward_fn(tokens, positions, slots, visible), self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
-        """Run the pass, kernel by kernel: logits of the last `keep` tokens; 0: of all."""
+        """Run the pass kernel by kernel. Returns the logits of the last `keep` tokens, 0: of
+        all."""
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
@@ -140,8 +142,8 @@ class CausalLM:
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
-        """Forward of tokens `[B, n]` that continue their rows at positions `start` `[B]` (host
-        memory)."""
+        """Read tokens `[B, n]` that continue their rows at positions `start` `[B]`, in host
+        memory."""
         count = tokens.shape[1]
         positions = start[:, None] + torch.arange(count)
         positions = to_device(positions, self.device)
@@ -149,7 +151,7 @@ class CausalLM:
         return self.forward(tokens, positions, positions, visible, logits)
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        """Fill the KV with all but the last token of every prompt: that one opens round 0."""
+        """Fill the KV with all but the last token of every prompt. That one is read in round 0."""
         width = max(map(len, prompts)) - 1
         padded = [prompt[:-1] + [0] * (width - len(prompt) + 1) for prompt in prompts]
         tokens = torch.tensor(padded, device=self.device)
@@ -167,7 +169,7 @@ class CausalLM:
 
     @property
     def eos_tokens(self) -> list[int]:
-        """Every end-of-sequence id of the generation config."""
+        """Return every end-of-sequence id of the generation config."""
         eos = self.model.generation_config.eos_token_id
         if eos is None:
             return []
@@ -203,16 +205,16 @@ FIRST_SEEN = {  # the first position that is seen from each of `positions`, by t
 
 
 def layer_types(config: PretrainedConfig) -> set[str]:
-    """The types of a model's layers. A text configuration that names none has one."""
+    """Return the types of a model's layers. A text configuration that names none has one."""
     only = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return set(getattr(config, "layer_types", None) or [only])
 
 
 def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: torch.Tensor,
                    dtype: torch.dtype) -> torch.Tensor | dict[str, torch.Tensor]:
-    """What tokens at `positions` `[B, n]` see of the slots that are `visible` `[B, n, slots]`: 0 or
-    -inf, `[B, 1, n, slots]`; if layers are of several types, a dictionary with a mask for each. On
-    the device alone, so that a CUDA graph captures it."""
+    """Return what tokens at `positions` `[B, n]` see of the slots that are `visible` `[B, n,
+    slots]`: 0 or -inf, `[B, 1, n, slots]`. If layers are of several types, return a dictionary with
+    a mask for each. All is done on the device, so that a CUDA graph can capture it."""
     held = visible.cumsum(-1, dtype=torch.int32) - 1
     masks = {}
     for kind in layer_types(config):
@@ -239,13 +241,13 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor in host memory, or there already, on the device; the host does not wait for what the
-    GPU is doing."""
+    """Return a tensor on the device, from host memory or from there. The host does not wait for
+    what the GPU is doing."""
     return tensor.to(device, non_blocking=True)
 
 
 def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits `[..., V']` as `[..., vocab_size]`: cut, or filled up with -inf."""
+    """Return logits `[..., V']` as `[..., vocab_size]`: cut, or filled up with -inf."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocab_size]
@@ -253,7 +255,7 @@ def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """The most tokens that a text may have, prompt included. Beyond that, positions have no
+    """Return the most tokens that a text may have, prompt included. Beyond that, positions have no
     embedding, or all are embedded anew (longrope), or tokens are dropped (Doge). Raises `UserError`
     for a model that is no decoder with a context, or has layers that do not attend."""
     text = config.get_text_config()

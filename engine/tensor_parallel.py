@@ -44,8 +44,8 @@ def check_shardable(config: PretrainedConfig, ranks: int) -> None:
 
 def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
                  device: torch.device | str, group: dist.ProcessGroup) -> PreTrainedModel:
-    """This process's share of a checkpoint (Hub id or folder), which is read as a whole: callers
-    load in turns. Raises `UserError`."""
+    """Load this process's share of a checkpoint (Hub id or folder). It is read as a whole, so
+    callers load in turns. Raises `UserError`."""
     model = load(path, config, dtype, "cpu")
     split(model, group)
     return model.to(device)

@@ -33,7 +33,7 @@ class PacedClock:
         self.marks.append((work, start, self.now(), self.passes, in_time))
 
     def wait(self, due: float) -> bool:
-        """Sleep until the work at hand may end. False if it has ended too late."""
+        """Sleep until the work at hand may end. Returns False if it has ended too late."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         in_time = time.perf_counter() <= due
@@ -43,7 +43,7 @@ class PacedClock:
         return in_time
 
     def now(self) -> "float | torch.cuda.Event":
-        """The time in seconds, or an event that the GPU has yet to reach."""
+        """Return the time in seconds, or an event that the GPU has yet to reach."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -51,8 +51,8 @@ class PacedClock:
         return event
 
     def read(self) -> list[tuple[str, float, float, int, bool | None]]:
-        """All work since the last reading: (work, start, end, passes, in time), in seconds; None:
-        there was no pace."""
+        """Return all work since the last reading: (work, start, end, passes, in time), in seconds.
+        In time is None if there was no pace."""
         marks = self.marks
         self.marks = []
         if self.device.type == "cuda":
