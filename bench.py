@@ -23,21 +23,25 @@ from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, Iterable, NamedTuple
+from timeit import repeat
+from typing import Any, Callable, Iterable, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import PRIMARY, speedup_over_sd_bounds, throughput
+from cache import PRIMARY, expected_tokens, power_law_hit_rate, speedup_over_sd_bounds, throughput
 from cli.job import Job
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
+from draft_worker import tree_layout, tree_pass
 from engine.errors import UserError
+from engine.model import CausalLM
 from figures import draw
 from figures.counts import counted_hit_rate, fit_shape
 from saguaro import Decoder, batches_of, plan, warm_up, workers
+from sampling import Sampler
 
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
@@ -55,6 +59,12 @@ COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
     "hit_rate": "hits", "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
+GROWTH = [*(("context", n) for n in (256, 1024, 4096, 16384)),
+          *(("batch size", b) for b in (1, 4, 16)),
+          *(("vocabulary", V) for V in (2048, 49152, 151936, 262144))]
+DIMENSIONS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+              "num_key_value_heads")
+SHAPES = ((2048, 8192, 16, 32, 8), (576, 1536, 30, 9, 3))  # Llama 3.2 1B; SmolLM2 135M drafts
 Metrics = dict[str, Any]  # see `row`
 
 
@@ -397,6 +407,71 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
                             ("SSD", {}), ("SD", {"mode": "sd"}))}
 
 
+@torch.inference_mode()
+def growth(bench: Bench) -> list[Metrics]:
+    """Time the passes of a round with random weights, in ms (medians of three), while one size
+    grows. Speeds are Theorem 7's, in a batch Corollary 16's, with the K, budget, a and r of the
+    settings. Rank 1 is idle."""
+    settings = bench.settings.to_settings(temperature=1.0)
+    K = settings.lookahead
+    E = expected_tokens(settings.acceptance_rate, K)
+    hits = power_law_hit_rate(plan(settings).fan_out[PRIMARY], settings.acceptance_rate,
+                              settings.miss_exponent)
+    found = []
+    for axis, value in GROWTH[:1 if bench.settings.quick else None] if bench.leads else ():
+        sizes = {"context": 1024, "batch size": 1, "vocabulary": 49152} | {axis: value}
+        works, gigabytes = passes(bench, settings, *sizes.values())
+        f = {name: 1000 * median(repeat(work, number=1, repeat=3)) for name, work in works.items()}
+        works.clear()  # and the models behind them
+        T_p = (K + 1) * f["tree"] / f["target, K + 1"]
+        T_b = K * f["draft, 1"] / f["target, K + 1"]
+        ssd = throughput(hits, E, E, T_p, T_b, sizes["batch size"])
+        found.append({"name": axis, "value": value, "counted": False, "T_v / T_d": K / T_b,
+                      "T_p": T_p, "/ SD": ssd * (1 + T_b) / E,
+                      "/ AR": ssd * f["target, 1"] / f["target, K + 1"], "GB": gigabytes} | f)
+    if found:
+        draw.figure(bench, "growth", found)
+        print_table("growth", ("value", *[*found[0]][3:]), found)
+        pays = [f["value"] for f in found
+                if f["name"] == "context" and min(f["/ SD"], f["/ AR"]) > 1]
+        print(f"  SSD pays, by Theorem 7, up to a context of {max(pays, default=0)} tokens")
+    return found
+
+
+def passes(bench: Bench, settings: Settings, context: int, rows: int,
+           vocab_size: int) -> tuple[dict[str, Callable[[], Any]], float]:
+    """Return the passes to time, by name, of models of real shapes after `context` tokens, and the
+    GB that keys, values and the q of a cache hold."""
+    K = settings.lookahead
+    device = bench.job.placement.device
+    tokens = torch.zeros(rows, settings.budget, dtype=torch.long, device=device)
+    length = torch.full((rows,), context)
+    tree = tree_layout(length, tokens.cpu(), context, K).to(device)
+    models = []
+    held = 4 * rows * settings.budget * K * vocab_size
+    for shape in SHAPES:
+        config = transformers.LlamaConfig(**dict(zip(DIMENSIONS, shape)), vocab_size=vocab_size,
+                                          tie_word_embeddings=True)
+        if bench.settings.quick:
+            config.num_hidden_layers = 1
+        models.append(CausalLM(transformers.LlamaForCausalLM(config).to(device, bench.job.dtype)))
+        models[-1].allocate(rows, context + settings.budget, K * (1 + settings.budget))
+        logits = models[-1].causal(tokens, length)
+        held += sum(buffer.nbytes for pair in models[-1].kv.layers.values() for buffer in pair)
+    target, draft = models
+    theirs = transformers.DynamicCache()
+    for layer, buffers in target.kv.layers.items():
+        theirs.update(*(buffer[:, :, :context] for buffer in buffers), layer)
+    return {
+        "target, 1": lambda: target.causal(tokens[:, :1], length).cpu(),
+        "target, K + 1": lambda: target.causal(tokens[:, :K + 1], length).cpu(),
+        "transformers, K + 1": lambda: target.model(
+            tokens[:, :K + 1], **{target.cache_name: theirs}).logits.cpu(),
+        "draft, 1": lambda: draft.causal(tokens[:, :1], length).cpu(),
+        "tree": lambda: tree_pass(draft, tree, tokens, 0).cpu(),
+        "sampling": lambda: Sampler(1.0).sample(logits, tokens.double(), 0)[0].cpu()}, held / 1e9
+
+
 # ---- tables; Corollary 16 against logs of GPUs ----
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> None:
@@ -457,14 +532,14 @@ def main(settings: BenchSettings) -> None:
     if "all" in names:
         names = ("comparison", *SWEEPS)
     if bench.leads and any(settings.pace) and not settings.quick:
-        minutes = sum({"comparison": 12, "frontier": 5}.get(name, 3) for name in names)
+        minutes = sum({"comparison": 12, "frontier": 5, "growth": 6}.get(name, 3) for name in names)
         print(f"about {minutes:.0f} minutes on two quiet cores", file=sys.stderr, flush=True)
     results = []
     for name in names:
         if name == "comparison":
             found = [*comparison(bench, 0.0), *comparison(bench, settings.temperature or 1.0)]
         else:
-            found = sweep(bench, name)
+            found = growth(bench) if name == "growth" else sweep(bench, name)
         results += [{"sweep": name} | f for f in found]
     if bench.leads:
         print(f"\n{machine(bench)}")

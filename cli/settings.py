@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
-          "lookahead")
+          "lookahead", "growth")
 
 
 # ---- the options ----

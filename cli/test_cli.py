@@ -555,7 +555,7 @@ def test_readme_and_porting_name_what_exists():
     known = {f"--{field.name.replace('_', '-')}"
              for kind in (Settings, BenchSettings, ExplainSettings, PageSettings)
              for field in fields(kind)}
-    foreign = {"--help", "--index-url", "--nproc-per-node", "--nnodes"}
+    foreign = {"--help", "--index-url", "--local-addr", "--nproc-per-node"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known | foreign
 
 
@@ -978,7 +978,7 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
     prompts.write_text('{"text": "def f(x):"}')
     words = ["bench.py", *pair[:6], "--quick", "--prompts", prompts, "--pace", 0, 0]
-    names = ("timeline", "residual", "frontier")
+    names = ("timeline", "residual", "frontier", "growth")
     compared, drawn = obey_in_ranks(2, [
         [*words, "--out", tmp_path / "out"],
         [*words, "--sweep", *names, "--figures", tmp_path]])[0]

@@ -29,7 +29,6 @@ import inspect
 from typing import Callable
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -176,13 +175,12 @@ class CausalLM:
         return [eos] if isinstance(eos, int) else eos
 
 
-def grouped_attention(module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                      attention_mask: torch.Tensor | None, **options):
-    """Attention of queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`, each of
-    which several heads share (Ainslie et al. 2023). `SDPA` copies keys and values for every head:
-    behind a long text that takes longer than all else. Here the queries of heads that share them
-    are rows of one head. On a CPU many rows are faster with a kernel that copies no mask either;
-    GPUs have no such kernel that takes a mask."""
+def grouped_attention(module, query, key, value, attention_mask=None, **options):
+    """Attend as `SDPA` does, queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`,
+    each of which several heads share (Ainslie et al. 2023). `SDPA` copies keys and values for every
+    head, which behind a long text takes longer than the rest of a pass. Here the queries of heads
+    that share keys are rows of one head. On a CPU many rows are faster in PyTorch's kernel that
+    shares keys itself, and copies no mask; GPUs have no such kernel that takes a mask."""
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
@@ -192,8 +190,8 @@ def grouped_attention(module, query: torch.Tensor, key: torch.Tensor, value: tor
     if as_rows:
         query = query.reshape(rows, groups, -1, size)
         attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)
-    output = scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=not as_rows,
-                                          scale=options.get("scaling"))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=options.get("scaling"), enable_gqa=not as_rows)
     return output.reshape(rows, heads, n, -1).transpose(1, 2).contiguous(), None
 
 

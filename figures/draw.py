@@ -15,10 +15,12 @@ SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
+PASSES = {"target, K + 1": SSD, "transformers, K + 1": GREY, "target, 1": LIGHT, "tree": SD,
+          "sampling": OTHER}  # of growth
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
     ("random backup", "uniform", "SSD, random backup"), OTHER)
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
-           "frontier": (1, 2, 8, 4)}
+           "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
@@ -28,7 +30,8 @@ TITLES = {
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
     "frontier": "One miss makes a batch wait: with a backup that takes no time, SSD stays ahead "
                 "per device, too",
-    "lookahead": "A longer lookahead pays until the draft takes longer than the target"}
+    "lookahead": "A longer lookahead pays until the draft takes longer than the target",
+    "growth": "What the passes of a round cost as texts, batches and vocabularies grow"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
@@ -228,5 +231,16 @@ def h100_rows(log: dict) -> list[dict]:
     return [dict(zip(("name", "batch size", "tokens/s", "counted"), row)) for row in rows]
 
 
+def growth(bench, found: list[dict], axes) -> None:
+    """The passes of a round while one size grows."""
+    for ax, axis in zip(axes, dict.fromkeys(f["name"] for f in found)):
+        for name, colour in PASSES.items():
+            ax.plot([f["value"] for f in found if f["name"] == axis],
+                    [f[name] for f in found if f["name"] == axis], ".-", color=colour, label=name)
+        ax.set(xscale="log", yscale="log", xlabel=axis)
+    axes[0].set(ylabel="ms")
+    axes[0].legend()
+
+
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
-           "frontier": frontier}
+           "frontier": frontier, "growth": growth}
