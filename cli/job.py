@@ -15,7 +15,7 @@ from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, first_line
 from engine.model import CausalLM, context_length, load
-from engine.tensor_parallel import check_shardable, load_sharded
+from engine.tensor_parallel import check_shardable, split
 
 
 class Models(NamedTuple):
@@ -72,8 +72,11 @@ class Job:
         group = placement.tp_group
         for rank in range(placement.tp_size):  # in turns: host memory holds one whole target
             if rank == placement.rank:
-                given = (self.settings.target, self.target_config, self.dtype, placement.device)
-                target = CausalLM(load_sharded(*given, group) if group else load(*given))
+                device = "cpu" if group else placement.device
+                model = load(self.settings.target, self.target_config, self.dtype, device)
+                if group:
+                    split(model, group)
+                target = CausalLM(model.to(placement.device))
             if placement.world_size > 1:
                 dist.barrier(placement.patient_group)
         if target:
