@@ -47,6 +47,7 @@ class Job:
         check_prompts(self.prompts, self.context, self.vocab_size)
         longest = max(map(len, self.prompts)) + settings.max_new_tokens
         self.max_length = min(longest, self.context)
+        self.draft_config = None
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             context_length(self.draft_config)  # refuses what cannot be decoded
@@ -61,11 +62,9 @@ class Job:
         target = None
         if placement.world_size > 1:
             may_differ = ("prompts", "output", "trace", "out", "figures", "device")
-            models = {"target": str(self.target_config), "transformers": __version__}
-            if self.settings.mode != "ar":
-                models["draft"] = str(self.draft_config)
-            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | models
-                           | {"prompt": str(self.prompts)})
+            read = {"target": str(self.target_config), "draft": str(self.draft_config),
+                    "prompt": str(self.prompts), "transformers": __version__}
+            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
         if placement.tp_size > 1:
             check_shardable(self.target_config, placement.tp_size)
         draft = self.load_draft() if placement.holds_draft else None
