@@ -15,7 +15,7 @@ from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, first_line
 from engine.model import CausalLM, context_length, load
-from engine.tensor_parallel import check_shardable, load_sharded
+from engine.tensor_parallel import check_shardable, split
 
 
 class Models(NamedTuple):
@@ -47,6 +47,7 @@ class Job:
         check_prompts(self.prompts, self.context, self.vocab_size)
         longest = max(map(len, self.prompts)) + settings.max_new_tokens
         self.max_length = min(longest, self.context)
+        self.draft_config = None
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
             context_length(self.draft_config)  # refuses what cannot be decoded
@@ -61,19 +62,20 @@ class Job:
         target = None
         if placement.world_size > 1:
             may_differ = ("prompts", "output", "trace", "out", "figures", "device")
-            models = {"target": str(self.target_config), "transformers": __version__}
-            if self.settings.mode != "ar":
-                models["draft"] = str(self.draft_config)
-            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | models
-                           | {"prompt": str(self.prompts)})
+            read = {"target": str(self.target_config), "draft": str(self.draft_config),
+                    "prompt": str(self.prompts), "transformers": __version__}
+            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
         if placement.tp_size > 1:
             check_shardable(self.target_config, placement.tp_size)
         draft = self.load_draft() if placement.holds_draft else None
         group = placement.tp_group
         for rank in range(placement.tp_size):  # in turns: host memory holds one whole target
             if rank == placement.rank:
-                given = (self.settings.target, self.target_config, self.dtype, placement.device)
-                target = CausalLM(load_sharded(*given, group) if group else load(*given))
+                device = "cpu" if group else placement.device
+                model = load(self.settings.target, self.target_config, self.dtype, device)
+                if group:
+                    split(model, group)
+                target = CausalLM(model.to(placement.device))
             if placement.world_size > 1:
                 dist.barrier(placement.patient_group)
         if target:

@@ -88,7 +88,6 @@ def start_draft_rank() -> None:
 def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) -> None:
     """Call main, and report user errors in one line."""
     import torch
-    import torch.distributed as dist
     name = f"rank {os.environ.get('RANK', 0)}"
     try:
         main(settings)
@@ -113,10 +112,9 @@ def run(settings: DecodingSettings, main: Callable[[DecodingSettings], None]) ->
         time.sleep(2 * GRACE)  # meanwhile `exit_with_draft` reports why
         report(f"{name} stops: another rank is gone")
         sys.exit(1)
-    if dist.is_initialized():
-        if torch.cuda.is_initialized():
-            gc.collect()  # NCCL would wait for ever for the end of graphs with its collectives
-        dist.destroy_process_group()
+    if torch.distributed.is_initialized():
+        gc.collect()  # NCCL would wait for ever for the end of graphs with its collectives
+        torch.distributed.destroy_process_group()
 
 
 def report(problem: Exception | str) -> None:

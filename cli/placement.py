@@ -29,16 +29,15 @@ class Placement:
                 torch.cuda.init()
             except (AssertionError, RuntimeError) as problem:
                 raise UserError(f"--device cuda: {first_line(problem)}") from problem
-        # the driver may list GPUs that this PyTorch cannot use
-        may_use_gpus = settings.device != "cpu" and torch.cuda.is_available()
-        num_gpus = torch.cuda.device_count() if may_use_gpus else 0
         draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
         self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
         self.draft_rank = self.world_size - 1 if draft_ranks else 0
         self.holds_target = self.rank < self.tp_size
         self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
         self.device = torch.device("cpu")
-        if local_rank < num_gpus:
+        # the driver may list GPUs that this PyTorch cannot use
+        may_use_gpus = settings.device != "cpu" and torch.cuda.is_available()
+        if may_use_gpus and local_rank < torch.cuda.device_count():
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
         self.tp_group = None  # of the ranks that hold the target, if there are several

@@ -105,6 +105,8 @@ class DecodingSettings:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if len(self.pace) != 2:
             raise UserError(f"--pace is {self.pace}; it must be two numbers of milliseconds")
+        if self.prompt and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other")
         by_hand = self.fan_out.split(",")
         if all(F.isdecimal() for F in by_hand):
             self.budget = sum(map(int, by_hand))
@@ -168,11 +170,6 @@ class Settings(DecodingSettings):
     mode: str = option(
         "method", "ssd", "speculative speculative, speculative or autoregressive decoding",
         choices=("ssd", "sd", "ar"))
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.prompt and self.prompts is not None:
-            raise UserError("--prompt and --prompts exclude each other")
 
 
 @dataclass

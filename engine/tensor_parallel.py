@@ -18,7 +18,6 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.errors import UserError
-from engine.model import load
 
 SPLIT = {"colwise": 0, "rowwise": 1}  # the dimension of a weight `[out, in]` that is shared out
 WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_allreduce",
@@ -40,15 +39,6 @@ def check_shardable(config: PretrainedConfig, ranks: int) -> None:
         if (torch.tensor(size) % ranks).any():  # some architectures list a size for every layer
             raise UserError(f"{ranks} target ranks cannot share this {kind} model evenly: their "
                             f"number must divide {size}, its {name}")
-
-
-def load_sharded(path: str, config: PretrainedConfig, dtype: torch.dtype,
-                 device: torch.device | str, group: dist.ProcessGroup) -> PreTrainedModel:
-    """Load this process's share of a checkpoint (Hub id or folder). It is read as a whole, so
-    callers load in turns. Raises `UserError`."""
-    model = load(path, config, dtype, "cpu")
-    split(model, group)
-    return model.to(device)
 
 
 def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:

@@ -41,7 +41,7 @@ from engine.check import check_model
 from engine.cuda_graphs import CapturedGraph
 from engine.errors import UserError
 from engine.model import SDPA, CausalLM, load
-from engine.tensor_parallel import load_sharded
+from engine.tensor_parallel import split
 from engine.timing import PacedClock
 from saguaro import Decoder, Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus
@@ -500,7 +500,9 @@ def logits_of_shares(folders: list[Path]) -> list[list]:
     for folder in folders:
         config = AutoConfig.from_pretrained(folder)
         whole = AutoModelForCausalLM.from_config(config)
-        share = CausalLM(load_sharded(str(folder), config, torch.float64, "cpu", dist.group.WORLD))
+        model = load(str(folder), config, torch.float64, "cpu")
+        split(model, dist.group.WORLD)
+        share = CausalLM(model)
         assert share.model.num_parameters() < 0.8 * whole.num_parameters()
         share.allocate(2, 8, 8)
         all_logits.append(share.causal(TOKENS, torch.zeros(2).long()).tolist())
