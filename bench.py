@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.settings import BenchSettings
     launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
+import gc
 import json
 import platform
 import sys
@@ -422,7 +423,8 @@ def growth(bench: Bench) -> list[Metrics]:
         sizes = {"context": 1024, "batch size": 1, "vocabulary": 49152} | {axis: value}
         works, gigabytes = passes(bench, settings, *sizes.values())
         f = {name: 1000 * median(repeat(work, number=1, repeat=3)) for name, work in works.items()}
-        works.clear()  # and the models behind them
+        works.clear()
+        gc.collect()  # the models behind them
         T_p = (K + 1) * f["tree"] / f["target, K + 1"]
         T_b = K * f["draft, 1"] / f["target, K + 1"]
         ssd = throughput(hits, E, E, T_p, T_b, sizes["batch size"])
@@ -443,19 +445,20 @@ def passes(bench: Bench, settings: Settings, context: int, rows: int,
     """Return the passes to time, by name, of models of real shapes after `context` tokens, and the
     GB that keys, values and the q of a cache hold."""
     K = settings.lookahead
+    budget = max(1, settings.budget)
     device = bench.job.placement.device
-    tokens = torch.zeros(rows, settings.budget, dtype=torch.long, device=device)
+    tokens = torch.zeros(rows, max(budget, K + 1), dtype=torch.long, device=device)
     length = torch.full((rows,), context)
-    tree = tree_layout(length, tokens.cpu(), context, K).to(device)
+    tree = tree_layout(length, tokens[:, :budget].cpu(), context, K).to(device)
     models = []
-    held = 4 * rows * settings.budget * K * vocab_size
+    held = 4 * rows * budget * K * vocab_size
     for shape in SHAPES:
         config = transformers.LlamaConfig(**dict(zip(DIMENSIONS, shape)), vocab_size=vocab_size,
                                           tie_word_embeddings=True)
         if bench.settings.quick:
             config.num_hidden_layers = 1
         models.append(CausalLM(transformers.LlamaForCausalLM(config).to(device, bench.job.dtype)))
-        models[-1].allocate(rows, context + settings.budget, K * (1 + settings.budget))
+        models[-1].allocate(rows, context + tokens.shape[1], K * (1 + budget))
         logits = models[-1].causal(tokens, length)
         held += sum(buffer.nbytes for pair in models[-1].kv.layers.values() for buffer in pair)
     target, draft = models
@@ -468,7 +471,7 @@ def passes(bench: Bench, settings: Settings, context: int, rows: int,
         "transformers, K + 1": lambda: target.model(
             tokens[:, :K + 1], **{target.cache_name: theirs}).logits.cpu(),
         "draft, 1": lambda: draft.causal(tokens[:, :1], length).cpu(),
-        "tree": lambda: tree_pass(draft, tree, tokens, 0).cpu(),
+        "tree": lambda: tree_pass(draft, tree, tokens[:, :budget], 0).cpu(),
         "sampling": lambda: Sampler(1.0).sample(logits, tokens.double(), 0)[0].cpu()}, held / 1e9
 
 

@@ -75,7 +75,8 @@ class Job:
                 model = load(self.settings.target, self.target_config, self.dtype, device)
                 if group:
                     split(model, group)
-                target = CausalLM(model.to(placement.device))
+                    model.to(placement.device)
+                target = CausalLM(model)
             if placement.world_size > 1:
                 dist.barrier(placement.patient_group)
         if target:
