@@ -239,7 +239,7 @@ def growth(bench, found: list[dict], axes) -> None:
                     [f[name] for f in found if f["name"] == axis], ".-", color=colour, label=name)
         ax.set(xscale="log", yscale="log", xlabel=axis)
     axes[0].set(ylabel="ms")
-    axes[0].legend(loc="center left")
+    axes[0].legend(loc=(0.1, 0.15))  # between its lines
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
