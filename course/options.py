@@ -36,7 +36,7 @@ class PageSettings(DecodingSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.prompt) + (self.prompts is not None) > 1:
+        if len(self.prompt) > 1:
             raise UserError("a page shows one text: give one TEXT, or --prompts")
         if Path(self.out).name == "race.svg":
             raise UserError(f"--out {self.out!r}: the race is written there; name another file")
