@@ -900,6 +900,13 @@ def test_a_page_shows_one_text():
             parse(PageSettings, arguments)
 
 
+def test_what_an_answer_raises_moves_no_cursor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mark.py", str(tmp_path), "--only", "6"])
+    monkeypatch.setattr(mark, "grade", lambda *_, **__: (0, "\x1b[2J"))
+    mark.main()
+    assert "\n\t6: \\x1b[2J\n" in capsys.readouterr().out
+
+
 def test_an_exercise_named_twice_counts_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mark.py", str(tmp_path), "--only", "6", "6"])
     mark.main()

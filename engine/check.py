@@ -6,7 +6,7 @@ in scratch slots, must give the logits of an ordinary forward.
 import torch
 from transformers import DynamicCache
 
-from engine.errors import UserError
+from engine.errors import UserError, first_line
 from engine.model import CausalLM
 
 PROBE = 32  # tokens of the text with which a model is tried
@@ -39,7 +39,7 @@ def check_model(model: CausalLM) -> None:
         raise
     except Exception as problem:  # an architecture fails as it pleases
         raise UserError(f"{kind} models cannot run {doing} "
-                        f"({type(problem).__name__}: {problem})") from problem
+                        f"({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
         sizes |= windows
     if not plain.isfinite().all():
