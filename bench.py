@@ -548,7 +548,8 @@ def main(settings: BenchSettings) -> None:
         print(f"\n{machine(bench)}")
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
-        best = max((f for f in results if f["temperature"] == settings.temperature),
+        compared = [f for f in results if f["sweep"] == "comparison"]
+        best = max((f for f in compared if f["temperature"] == settings.temperature),
                    key=itemgetter("tokens/s"))
         if bench.leads:
             print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
