@@ -63,9 +63,9 @@ class Placement:
         met = watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600)
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         if STORE_FD in os.environ:  # kept by the class, so that it outlives the other rank
-            Placement.store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=True,
-                wait_for_workers=False, master_listen_fd=int(os.environ[STORE_FD]))
+            Placement.store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]),
+                                            is_master=True, wait_for_workers=False,
+                                            master_listen_fd=int(os.environ[STORE_FD]))
         try:
             dist.init_process_group("gloo", timeout=timeout)
         except (RuntimeError, ValueError) as problem:

@@ -1,6 +1,7 @@
 """Text: from tokens, as they come; and as it may be printed."""
 import os
 import re
+from functools import partial
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
@@ -18,6 +19,8 @@ class TextStream:
     def __init__(self, tokenizer, prompt: list[int]):
         """`prompt`: its token ids."""
         self.tokenizer = tokenizer
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True,
+                              clean_up_tokenization_spaces=False)
         self.before = prompt  # in the end the last tokens that have given text
         self.waiting = []
 
@@ -33,10 +36,6 @@ class TextStream:
         self.before = self.waiting
         self.waiting = []
         return text
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True,
-                                     clean_up_tokenization_spaces=False)
 
 
 def decode(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:

@@ -11,5 +11,5 @@ def first_line(problem: Exception) -> str:
     if "trust_remote_code" in str(problem):
         return "it needs code of its own, which is not run here"
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
-    first, *others = [line.strip() for line in message.splitlines() if line.strip()]
-    return f"{first} {others[0]}" if first.endswith(":") and others else first
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
