@@ -540,7 +540,9 @@ def main(settings: BenchSettings) -> None:
     results = []
     for name in names:
         if name == "comparison":
-            found = [*comparison(bench, 0.0), *comparison(bench, settings.temperature or 1.0)]
+            found, warm = comparison(bench, 0.0), comparison(bench, settings.temperature or 1.0)
+            best = max(warm if settings.temperature else found, key=itemgetter("tokens/s"))
+            found += warm
         else:
             found = growth(bench) if name == "growth" else sweep(bench, name)
         results += [{"sweep": name} | f for f in found]
@@ -548,9 +550,6 @@ def main(settings: BenchSettings) -> None:
         print(f"\n{machine(bench)}")
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
-        compared = [f for f in results if f["sweep"] == "comparison"]
-        best = max((f for f in compared if f["temperature"] == settings.temperature),
-                   key=itemgetter("tokens/s"))
         if bench.leads:
             print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
     if bench.leads and settings.out is not None:
