@@ -21,7 +21,6 @@ import platform
 import sys
 from dataclasses import asdict
 from itertools import zip_longest
-from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from timeit import repeat
@@ -541,7 +540,7 @@ def main(settings: BenchSettings) -> None:
     for name in names:
         if name == "comparison":
             found, warm = comparison(bench, 0.0), comparison(bench, settings.temperature or 1.0)
-            best = max(warm if settings.temperature else found, key=itemgetter("tokens/s"))
+            best = max(warm if settings.temperature else found, key=lambda f: f["tokens/s"])
             found += warm
         else:
             found = growth(bench) if name == "growth" else sweep(bench, name)
