@@ -43,7 +43,6 @@ class Display:
         self.streams = len(job.texts) == 1
         self.colours = self.streams and can_show_colours()
         self.stream = TextStream(job.tokenizer, job.prompts[0])
-        self.streamed = 0  # letters
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.num_texts = 0
         self.output = open_for_writing("--output", job.settings.output, "w", job.settings)
@@ -78,9 +77,7 @@ class Display:
         for count, token in enumerate(new_tokens, start=1):
             if count == len(new_tokens):
                 style += self.UNDERLINED
-            text = self.stream.step(token)
-            self.streamed += len(text)
-            self.write(text, style)
+            self.write(self.stream.step(token), style)
 
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
         """Return the group of each new token for the audit: whether its round began with a hit, and
@@ -105,7 +102,7 @@ class Display:
                 "prompt": prompt, "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
                 "finish_reason": reason, "group": self.groups.pop(row)})
             if self.streams:
-                self.write(text[self.streamed:], self.PLAIN)
+                self.write(text.removeprefix(self.stream.text), self.PLAIN)
             else:
                 tqdm.write(f"\n----- prompt {self.num_texts} -----\n{visible(prompt)}"
                            f"\n----- continued -----\n{visible(text)}")

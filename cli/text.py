@@ -21,6 +21,7 @@ class TextStream:
         self.tokenizer = tokenizer
         self.decode = partial(tokenizer.decode, skip_special_tokens=True,
                               clean_up_tokenization_spaces=False)
+        self.text = ""  # that was given
         self.before = prompt  # in the end the last tokens that have given text
         self.waiting = []
 
@@ -33,6 +34,7 @@ class TextStream:
         unsettled = in_run or not self.decode([token]) or text.endswith("\ufffd")
         if not text or unsettled and not last:
             return ""
+        self.text += text
         self.before = self.waiting
         self.waiting = []
         return text
