@@ -69,7 +69,7 @@ class Placement:
         try:
             dist.init_process_group("gloo", timeout=timeout)
         except (RuntimeError, ValueError) as problem:
-            raise UserError(f"rank {self.rank} cannot meet others: {first_line(problem)}") from problem
+            raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
         self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
         ranks = [None] * self.world_size
         dist.all_gather_object(ranks, (str(self.device), asked))
