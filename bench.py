@@ -303,7 +303,7 @@ def side_by_side(bench: Bench) -> None:
 
 
 def command_line(settings: Settings) -> str:
-    """The command that decodes a text with these settings."""
+    """Return the command that decodes a text with these settings."""
     chosen = sorted(asdict(settings).items() - asdict(Settings()).items())
     words = [f" --{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in chosen]
     return "python saguaro.py" + "".join(words)

@@ -1,4 +1,4 @@
-"""Text: from tokens, as they come; and as it may be printed."""
+"""Turns tokens into text, as they come, and text into what may be printed."""
 import os
 import re
 from functools import partial
@@ -8,25 +8,26 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them
 
 
 def visible(text: str) -> str:
-    """The text with control characters escaped, so that it cannot move the cursor."""
+    """Return the text with control characters escaped, so that it cannot move the cursor."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class TextStream:
-    """The text of new tokens as they come, so that decode(prompt + new) = decode(prompt) + text.
+    """Gives the text of new tokens as they come: decode(prompt + new) = decode(prompt) + text.
     Tokens are decoded behind others, because decoders may treat the first one differently."""
 
     def __init__(self, tokenizer, prompt: list[int]):
-        """`prompt`: its token ids."""
+        """`prompt` holds token ids."""
         self.tokenizer = tokenizer
         self.decode = partial(tokenizer.decode, skip_special_tokens=True,
                               clean_up_tokenization_spaces=False)
-        self.text = ""  # that was given
+        self.text = ""  # all that was given
         self.before = prompt  # in the end the last tokens that have given text
         self.waiting = []
 
     def step(self, token: int, last: bool = False) -> str:
-        """The text that this token settles; what later tokens could change waits for the `last`."""
+        """Return the text that this token settles. What later ones could change waits; after the
+        `last` nothing waits."""
         self.waiting.append(token)
         text = self.decode(self.before + self.waiting)
         text = text[len(os.path.commonprefix([self.decode(self.before), text])):]
@@ -41,6 +42,6 @@ class TextStream:
 
 
 def decode(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
-    """The text of new tokens behind a prompt, in pieces, one for each token."""
+    """Return the text of new tokens behind a prompt, in pieces, one for each token."""
     stream = TextStream(tokenizer, prompt)
     return [stream.step(token, place == len(tokens)) for place, token in enumerate(tokens, start=1)]

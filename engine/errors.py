@@ -6,8 +6,8 @@ class UserError(Exception):
 
 
 def first_line(problem: Exception) -> str:
-    """The first line of a library's error message, with the next if it ends in a colon; or what it
-    means here."""
+    """Return the first line of a library's error message, with the next one if it ends in a colon;
+    or what the message means here."""
     if "trust_remote_code" in str(problem):
         return "it needs code of its own, which is not run here"
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)

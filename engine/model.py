@@ -159,7 +159,7 @@ class CausalLM:
                         logits=False)
 
     def not_applied(self, sampling: bool) -> dict[str, object]:
-        """What the generation config asks of `generate`, when greedy or `sampling`, and this
+        """Return what the generation config asks of `generate`, when greedy or `sampling`, and this
         program does not do."""
         asked = self.model.generation_config.to_dict()
         others = PENALTIES | WARPERS if sampling else PENALTIES
@@ -177,10 +177,11 @@ class CausalLM:
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
     """Attend as `SDPA` does, queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`,
-    each of which several heads share (Ainslie et al. 2023). `SDPA` copies keys and values for every
-    head, which behind a long text takes longer than the rest of a pass. Here the queries of heads
-    that share keys are rows of one head. On a CPU many rows are faster in PyTorch's kernel that
-    shares keys itself, and copies no mask; GPUs have no such kernel that takes a mask."""
+    each shared by several heads (Ainslie et al. 2023), under a mask `[B, 1, n, slots]`. `SDPA`
+    copies keys and values for every head, which behind a long text takes longer than the rest of a
+    pass. Here the queries of heads that share keys are rows of one head. On a CPU many rows are
+    faster in PyTorch's kernel that shares keys itself, and copies no mask; GPUs have no such kernel
+    that takes a mask."""
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
