@@ -15,11 +15,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.settings import BenchSettings
     launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
-import gc
 import json
 import platform
 import sys
-from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -31,11 +29,10 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import PRIMARY, expected_tokens, power_law_hit_rate, speedup_over_sd_bounds, throughput
+from cache import PRIMARY, speedup_over_sd_bounds, throughput
 from cli.job import Job
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
-from draft_worker import tree_layout, tree_pass
 from engine.errors import UserError
 from engine.model import CausalLM
 from figures import draw
@@ -59,9 +56,9 @@ COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
     "hit_rate": "hits", "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
-GROWTH = [*(("context", n) for n in (256, 1024, 4096, 16384)),
-          *(("batch size", b) for b in (1, 4, 16)),
-          *(("vocabulary", V) for V in (2048, 49152, 151936, 262144))]
+GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
+          *(("batch size", 1024, b, 49152) for b in (1, 4, 16)),
+          *(("vocabulary", 1024, 1, V) for V in (2048, 49152, 151936, 262144))]
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
               "num_key_value_heads")
 SHAPES = ((2048, 8192, 16, 32, 8), (576, 1536, 30, 9, 3))  # Llama 3.2 1B; SmolLM2 135M drafts
@@ -73,6 +70,7 @@ class Point(NamedTuple):
     name: str                # of its line
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
+    in_turns: bool = False   # SSD in one process, where nothing overlaps
 
 
 # ---- what is counted, what is predicted, what is measured ----
@@ -85,10 +83,8 @@ class Bench:
         self.settings = settings
         self.job = Job(settings)
         if self.job.placement.world_size != 2:
-            raise UserError(
-                "bench.py measures one target rank and one draft rank: start two, or, for a target "
-                "on several GPUs, run torchrun --nproc-per-node N saguaro.py --prompts FILE with "
-                "--mode ar and sd, and with ssd on one GPU more, and compare what they print")
+            raise UserError("bench.py measures one target rank and one draft rank: start two; "
+                            "docs/GPUS.md says how to measure a target on several GPUs")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
         self.sd_models = self.models
@@ -142,15 +138,10 @@ class Bench:
         K = self.settings.lookahead
         changes = {"lookahead": K, "batch_size": settings.batch_size,
                    "temperature": settings.temperature, "backup": "neural"}
-        budgets = (max(1, settings.budget), 0)
-        points = [Point("", 0, changes | {"budget": budget}) for budget in budgets]
+        points = [Point("", 0, changes | {"budget": n}) for n in (max(1, settings.budget), 0)]
         with_cache, without = self.decode(points, self.texts(max(3, settings.batch_size), 1))
-
-        def ms(stats: Stats, work: str) -> float:
-            return 1000 * median(stats.seconds_of(work))
-
-        pre_speculation = ms(with_cache, "trunk") + ms(with_cache, "tree")
-        return ms(with_cache, "verify"), pre_speculation / (K + 1), ms(without, "backup") / K
+        return (median_ms(with_cache, "verify"), median_ms(with_cache, "trunk", "tree") / (K + 1),
+                median_ms(without, "backup") / K)
 
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
         """Return the rows of these points as measured."""
@@ -168,7 +159,7 @@ class Bench:
         """Return rank 0's statistics of every point, on both ranks. No point is decoded twice. All
         points decode their first batch, then their next, so that what disturbs the machine disturbs
         all."""
-        keys = [f"{self.settings_of(point)} {len(texts)}" for point in points]
+        keys = [f"{self.settings_of(point)} {point.in_turns} {len(texts)}" for point in points]
         new = {key: self.decoder(point, texts)
                for key, point in dict(zip(keys, points)).items() if key not in self.stats}
         batches = []
@@ -176,12 +167,10 @@ class Bench:
             size = decoder.settings.batch_size
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
-        look = {"leave": False}
-        if not sys.stderr.isatty():
-            look = dict(bar_format="batch {n} of {total}, {elapsed}\n", mininterval=20, delay=20)
-        for turn in tqdm(list(zip_longest(*batches)), disable=not self.leads, **look):
+        # `disable` is None on rank 0: shown on terminals
+        for turn in tqdm([*zip_longest(*batches)], leave=False, disable=not self.leads or None):
             for decoder, batch in zip(new.values(), turn):
-                if batch and (self.leads or decoder.settings.mode == "ssd"):
+                if batch and (self.leads or decoder.placement):
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier(self.job.placement.patient_group)
@@ -194,11 +183,17 @@ class Bench:
         """Make a decoder for this point. On GPUs it has warmed up."""
         settings = self.settings_of(point)
         models = (self.sd_models, None)
-        if settings.mode == "ssd":
+        if settings.mode == "ssd" and not point.in_turns:
             models = (self.models, self.job.placement)
-        if self.job.placement.any_gpu and (self.leads or settings.mode == "ssd"):
+        decoder = Decoder(settings, *models)
+        if self.job.placement.any_gpu and (self.leads or decoder.placement):
             warm_up(settings, *models, texts)
-        return Decoder(settings, *models)
+        return decoder
+
+
+def median_ms(stats: Stats, *works: str) -> float:
+    """Return the milliseconds that these pieces of a round take together, by their medians."""
+    return sum(1000 * median(stats.seconds_of(work)) for work in works)
 
 
 def largest_tells(settings: Settings) -> bool:
@@ -287,24 +282,17 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
 def side_by_side(bench: Bench) -> None:
     """Print what the devices of two ranks do to each other: how long a piece of work takes in
     turns, while the other model is idle, and how long while it works (medians)."""
-    settings = bench.settings_of(Point("", 0, {}))
-    overlapping = Decoder(settings, bench.models, bench.job.placement)
-    in_turns = Decoder(settings, bench.sd_models) if bench.leads else None
-    for text in bench.texts(*FEW):
-        for decoder in (in_turns, overlapping):
-            if decoder:
-                decoder([text])
-            dist.barrier(bench.job.placement.patient_group)
-    for work in (("verify",), ("trunk", "tree")) if bench.leads else ():
-        idle, working = (1000 * sum(median(decoder.stats.seconds_of(part)) for part in work)
-                         for decoder in (in_turns, overlapping))
-        print(f"{' + '.join(work)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
+    points = [Point("", 0, {}, in_turns) for in_turns in (True, False)]
+    found = bench.decode(points, bench.texts(*FEW))
+    for works in (("verify",), ("trunk", "tree")) if bench.leads else ():
+        idle, working = [median_ms(stats, *works) for stats in found]
+        print(f"{' + '.join(works)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
               f"at work, {working / idle:.2f} x")
 
 
 def command_line(settings: Settings) -> str:
     """Return the command that decodes a text with these settings."""
-    chosen = sorted(asdict(settings).items() - asdict(Settings()).items())
+    chosen = sorted(vars(settings).items() - vars(Settings()).items())
     words = [f" --{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in chosen]
     return "python saguaro.py" + "".join(words)
 
@@ -317,12 +305,12 @@ def at_best_lookahead(bench: Bench, changes: dict[str, Any],
     a quick run takes --lookahead."""
     if bench.settings.quick or changes.get("mode") == "ar":
         return {"lookahead": bench.settings.lookahead} | changes
-    points = [Point("", K, changes | {"lookahead": K}) for K in LOOKAHEADS]
-    speeds = []
-    for f in [bench.predict(point, texts) for point in points]:
+    speeds = {}
+    for K in LOOKAHEADS:
+        f = bench.predict(Point("", K, changes | {"lookahead": K}), texts)
         T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
-        speeds.append(theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"]))
-    return points[speeds.index(max(speeds))].changes
+        speeds[K] = theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
+    return changes | {"lookahead": max(speeds, key=speeds.get)}
 
 
 def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]) -> int:
@@ -407,71 +395,52 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
                             ("SSD", {}), ("SD", {"mode": "sd"}))}
 
 
+# ---- the passes of a round, as the work grows ----
+
 @torch.inference_mode()
 def growth(bench: Bench) -> list[Metrics]:
-    """Time the passes of a round with random weights, in ms (medians of three), while one size
-    grows. Speeds are Theorem 7's, in a batch Corollary 16's, with the K, budget, a and r of the
-    settings. Rank 1 is idle."""
-    settings = bench.settings.to_settings(temperature=1.0)
-    K = settings.lookahead
-    E = expected_tokens(settings.acceptance_rate, K)
-    hits = power_law_hit_rate(plan(settings).fan_out[PRIMARY], settings.acceptance_rate,
-                              settings.miss_exponent)
+    """Time passes over 1, 5 and 12 tokens, in ms, with random weights, while one size grows. With
+    K = 4 and 12 guesses a verification reads 5 tokens, the trunk 5, a pass over the tree 12, and a
+    pass of the backup 1. If a miss yields as many tokens as a hit, then by Theorem 7, in a batch by
+    Corollary 16, SSD is faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
+    if not bench.leads:
+        return []
     found = []
-    for axis, value in GROWTH[:1 if bench.settings.quick else None] if bench.leads else ():
-        sizes = {"context": 1024, "batch size": 1, "vocabulary": 49152} | {axis: value}
-        works, gigabytes = passes(bench, settings, *sizes.values())
-        f = {name: 1000 * median(repeat(work, number=1, repeat=3)) for name, work in works.items()}
-        works.clear()
-        gc.collect()  # the models behind them
-        T_p = (K + 1) * f["tree"] / f["target, K + 1"]
-        T_b = K * f["draft, 1"] / f["target, K + 1"]
-        ssd = throughput(hits, E, E, T_p, T_b, sizes["batch size"])
-        found.append({"name": axis, "value": value, "counted": False, "T_v / T_d": K / T_b,
-                      "T_p": T_p, "/ SD": ssd * (1 + T_b) / E,
-                      "/ AR": ssd * f["target, 1"] / f["target, K + 1"], "GB": gigabytes} | f)
-    if found:
-        draw.figure(bench, "growth", found)
-        print_table("growth", ("value", *[*found[0]][3:]), found)
-        pays = [f["value"] for f in found
-                if f["name"] == "context" and min(f["/ SD"], f["/ AR"]) > 1]
-        print(f"  SSD pays, by Theorem 7, up to a context of {max(pays, default=0)} tokens")
+    shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES  # quick: to see it run
+    models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **dict(zip(DIMENSIONS, shape)), tie_word_embeddings=True)) for shape in shapes]
+    for axis, context, rows, vocab_size in GROWTH[:1 if bench.settings.quick else None]:
+        start = torch.full((rows,), context)
+        tokens = torch.zeros(rows, 12, dtype=torch.long, device=bench.job.placement.device)
+        f = {"name": axis, "context": context, "batch size": rows, "vocabulary": vocab_size,
+             "GB": 4 * rows * 12 * 4 * vocab_size / 1e9}  # of q; below of keys and values
+        for name, model in zip(("target", "draft"), models):
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
+            ours = CausalLM(model.to(tokens.device, bench.job.dtype))
+            ours.allocate(rows, context, scratch=12)
+            for n in (1, 5, 12):
+                f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)
+            kv = [[part[:, :, :context] for part in pair] for pair in ours.kv.layers.values()]
+            f["GB"] += sum(part.nbytes for pair in kv for part in pair) / 1e9
+            theirs = {ours.cache_name: transformers.DynamicCache(kv)}
+            f[f"{name}, 5, transformers"] = milliseconds(model, tokens[:, :5], **theirs)
+            ours.kv = None  # gives its memory back now
+        logits = torch.randn(rows, 12, vocab_size, device=tokens.device)
+        f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
+        f["T_p"] = (f["draft, 5"] + 4 * f["draft, 12"]) / f["target, 5"]
+        f["T_b"] = 4 * f["draft, 1"] / f["target, 5"]
+        found.append(f)
+    draw.figure(bench, "growth", found)
+    print_table("growth", tuple(found[0])[1:], found)
+    pays = [f["context"] for f in found if f["name"] == "context" and f["T_p"] < 1 + f["T_b"]]
+    print(f"  SSD pays, by Theorem 7, up to a context of {max(pays, default=0)}: T_p < 1 + T_b")
     return found
 
 
-def passes(bench: Bench, settings: Settings, context: int, rows: int,
-           vocab_size: int) -> tuple[dict[str, Callable[[], Any]], float]:
-    """Return the passes to time, by name, of models of real shapes after `context` tokens, and the
-    GB that keys, values and the q of a cache hold."""
-    K = settings.lookahead
-    budget = max(1, settings.budget)
-    device = bench.job.placement.device
-    tokens = torch.zeros(rows, max(budget, K + 1), dtype=torch.long, device=device)
-    length = torch.full((rows,), context)
-    tree = tree_layout(length, tokens[:, :budget].cpu(), context, K).to(device)
-    models = []
-    held = 4 * rows * budget * K * vocab_size
-    for shape in SHAPES:
-        config = transformers.LlamaConfig(**dict(zip(DIMENSIONS, shape)), vocab_size=vocab_size,
-                                          tie_word_embeddings=True)
-        if bench.settings.quick:
-            config.num_hidden_layers = 1
-        models.append(CausalLM(transformers.LlamaForCausalLM(config).to(device, bench.job.dtype)))
-        models[-1].allocate(rows, context + tokens.shape[1], K * (1 + budget))
-        logits = models[-1].causal(tokens, length)
-        held += sum(buffer.nbytes for pair in models[-1].kv.layers.values() for buffer in pair)
-    target, draft = models
-    theirs = transformers.DynamicCache()
-    for layer, buffers in target.kv.layers.items():
-        theirs.update(*(buffer[:, :, :context] for buffer in buffers), layer)
-    return {
-        "target, 1": lambda: target.causal(tokens[:, :1], length).cpu(),
-        "target, K + 1": lambda: target.causal(tokens[:, :K + 1], length).cpu(),
-        "transformers, K + 1": lambda: target.model(
-            tokens[:, :K + 1], **{target.cache_name: theirs}).logits.cpu(),
-        "draft, 1": lambda: draft.causal(tokens[:, :1], length).cpu(),
-        "tree": lambda: tree_pass(draft, tree, tokens[:, :budget], 0).cpu(),
-        "sampling": lambda: Sampler(1.0).sample(logits, tokens.double(), 0)[0].cpu()}, held / 1e9
+def milliseconds(work: Callable, *inputs, **options) -> float:
+    """Return how long this takes, the median of three, until [0] of what it returns is there: of a
+    model's output the logits."""
+    return 1000 * median(repeat(lambda: work(*inputs, **options)[0].cpu(), number=1, repeat=3))
 
 
 # ---- tables; Corollary 16 against logs of GPUs ----
@@ -511,11 +480,10 @@ def compare_with_logs() -> None:
 
 def machine(bench: Bench) -> dict[str, Any]:
     """Return what was measured, and on what."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [bench.settings.target, bench.settings.draft]
     return {"machine": platform.platform(), "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)],
+            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
             "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),
             "models": ["/".join(Path(name).parts[-2:]) for name in names]}
 
@@ -533,9 +501,6 @@ def main(settings: BenchSettings) -> None:
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
-    if bench.leads and any(settings.pace) and not settings.quick:
-        minutes = sum({"comparison": 12, "frontier": 5, "growth": 6}.get(name, 3) for name in names)
-        print(f"about {minutes:.0f} minutes on two quiet cores", file=sys.stderr, flush=True)
     results = []
     for name in names:
         if name == "comparison":

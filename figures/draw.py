@@ -6,7 +6,6 @@ import torch
 
 from cache import critical_batch_size, throughput
 from cli.settings import ROOT
-from engine.model import fit_vocabulary
 from figures.counts import counted_miss_rates, fit_power_law
 from sampling import Sampler, residual, saguaro_distribution
 
@@ -15,7 +14,7 @@ SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
-PASSES = {"target, K + 1": SSD, "transformers, K + 1": GREY, "target, 1": LIGHT, "tree": SD,
+PASSES = {"target, 5": SSD, "target, 5, transformers": GREY, "target, 1": LIGHT, "draft, 12": SD,
           "sampling": OTHER}  # of growth
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
     ("random backup", "uniform", "SSD, random backup"), OTHER)
@@ -56,7 +55,7 @@ def figure(bench, name: str, found: list[dict]) -> None:
             draw_lines(ax, found, *panel)
         if name in SPECIAL:
             SPECIAL[name](bench, found, axes)
-        if len({f["counted"] for f in found}) == 2:
+        if len({f.get("counted") for f in found}) == 2:
             drawn.supxlabel("lines: predicted; points: measured", fontsize=7, color=GREY)
         drawn.savefig(f"{bench.settings.figures}/{name}.svg", metadata={"Date": None})
         pyplot.close(drawn)
@@ -128,13 +127,9 @@ def one_position(bench, found: list[dict], axes) -> None:
     F = 4
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
-    distributions = []
-    for model in (bench.sd_models.target, bench.sd_models.draft):
-        with torch.inference_mode():
-            logits = model.model(torch.tensor(bench.prompts[:1], device=model.device)).logits[0]
-        logits = fit_vocabulary(logits, bench.job.vocab_size)
-        distributions.append(sampler.probabilities(logits).cpu())
-    p, q = distributions
+    prompt = torch.tensor(bench.prompts[:1])
+    p, q = [sampler.probabilities(model.causal(prompt.to(model.device), torch.tensor([0])))[0].cpu()
+            for model in (bench.sd_models.target, bench.sd_models.draft)]
     sigma = saguaro_distribution(q, F, C)
     likeliest = q.topk(6).indices
     before, after = [residual(p, drafted).gather(1, likeliest[:, :F]).sum(1)
@@ -233,13 +228,12 @@ def h100_rows(log: dict) -> list[dict]:
 
 def growth(bench, found: list[dict], axes) -> None:
     """The passes of a round while one size grows."""
-    for ax, axis in zip(axes, dict.fromkeys(f["name"] for f in found)):
-        for name, colour in PASSES.items():
-            ax.plot([f["value"] for f in found if f["name"] == axis],
-                    [f[name] for f in found if f["name"] == axis], ".-", color=colour, label=name)
-        ax.set(xscale="log", yscale="log", xlabel=axis)
-    axes[0].set(ylabel="ms")
-    axes[0].legend(loc=(0.1, 0.15))  # between its lines
+    for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
+        rows = [f for f in found if f["name"] == axis]
+        ax.set_prop_cycle(color=PASSES.values())
+        ax.loglog([f[axis] for f in rows], [[f[name] for name in PASSES] for f in rows], ".-")
+        ax.set(xlabel=axis, ylabel="ms")
+    axes[0].legend(PASSES, loc=(0.1, 0.15))  # between its lines
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
