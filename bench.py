@@ -83,8 +83,8 @@ class Bench:
         self.settings = settings
         self.job = Job(settings)
         if self.job.placement.world_size != 2:
-            raise UserError("bench.py measures one target rank and one draft rank: start two; "
-                            "docs/GPUS.md says how to measure a target on several GPUs")
+            raise UserError("bench.py measures one target rank and one draft rank: start two, or "
+                            "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
         self.sd_models = self.models
