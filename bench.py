@@ -8,7 +8,8 @@ no GPU. Speed is that of decoding, without prefill.
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
 counts and three times, which are the pace's, or those of a few texts. It measures its speed. In the
-figures lines are predicted, and points are measured.
+figures lines are predicted, and points are measured. `growth` decodes nothing: it times passes of
+random weights.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
@@ -56,6 +57,7 @@ COLUMNS = {  # and how they are headed
     "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
     "hit_rate": "hits", "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
+# what grows, and the context, batch size and vocabulary of each measurement
 GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
           *(("batch size", 1024, b, 49152) for b in (1, 4, 16)),
           *(("vocabulary", 1024, 1, V) for V in (2048, 49152, 151936, 262144))]
@@ -96,7 +98,7 @@ class Bench:
         if target:  # buffers, with graphs, that serve all points
             target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
         draft.allocate(max(SLOWER), self.job.max_length)
-        self.stats = {}  # of what was decoded, by settings and number of texts
+        self.stats = {}  # of what was decoded, by settings, in turns or not, and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
@@ -424,7 +426,7 @@ def growth(bench: Bench) -> list[Metrics]:
             f["GB"] += sum(part.nbytes for pair in kv for part in pair) / 1e9
             theirs = {ours.cache_name: transformers.DynamicCache(kv)}
             f[f"{name}, 5, transformers"] = milliseconds(model, tokens[:, :5], **theirs)
-            ours.kv = None  # gives its memory back now
+            ours.kv = None  # else it stays till a garbage collection: `ours` refers to itself
         logits = torch.randn(rows, 12, vocab_size, device=tokens.device)
         f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
         f["T_p"] = (f["draft, 5"] + 4 * f["draft, 12"]) / f["target, 5"]
@@ -504,9 +506,9 @@ def main(settings: BenchSettings) -> None:
     results = []
     for name in names:
         if name == "comparison":
-            found, warm = comparison(bench, 0.0), comparison(bench, settings.temperature or 1.0)
-            best = max(warm if settings.temperature else found, key=lambda f: f["tokens/s"])
-            found += warm
+            found = comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
+            best = max(found, key=lambda f: (f["temperature"] == settings.temperature,
+                                             f["tokens/s"]))
         else:
             found = growth(bench) if name == "growth" else sweep(bench, name)
         results += [{"sweep": name} | f for f in found]

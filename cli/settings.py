@@ -174,8 +174,8 @@ class Settings(DecodingSettings):
 
 @dataclass
 class BenchSettings(DecodingSettings):
-    """Measure AR, SD and SSD, in 12 minutes at the default pace, and draw the figures, each in 3 to
-    5 minutes."""
+    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes 12
+    minutes, and --sweep all about 45."""
 
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")

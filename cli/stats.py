@@ -92,7 +92,7 @@ def choices(plan: Plan, downweight: float) -> dict[str, Any]:
 
 
 def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
-    """The work of every rank and, beside rank 0's, the rounds of every row of its batch, in
+    """Return the work of every rank and, beside rank 0's, the rounds of every row of its batch, in
     Chrome's Trace Event Format (whole microseconds, so that a round ends where the next begins)."""
     spans = [(rank, 0, *span, {}) for rank, *span, _, _ in stats.spans]
     prompts = 0

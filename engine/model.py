@@ -177,11 +177,11 @@ class CausalLM:
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
     """Attend as `SDPA` does, queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`,
-    each shared by several heads (Ainslie et al. 2023), under a mask `[B, 1, n, slots]`. `SDPA`
-    copies keys and values for every head, which behind a long text takes longer than the rest of a
-    pass. Here the queries of heads that share keys are rows of one head. On a CPU many rows are
-    faster in PyTorch's kernel that shares keys itself, and copies no mask; GPUs have no such kernel
-    that takes a mask."""
+    each shared by several heads (Ainslie et al. 2023), under a mask `[B, 1, n, slots]`. Returns
+    `[B, n, heads, d]`, and None for the weights. `SDPA` copies keys and values for every head,
+    which behind a long text takes longer than the rest of a pass. Here the queries of heads that
+    share keys are rows of one head. On a CPU many rows are faster in PyTorch's kernel that shares
+    keys itself, and copies no mask; GPUs have no such kernel that takes a mask."""
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
