@@ -1103,7 +1103,8 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
 
 @pytest.mark.parametrize("words, devices, pace", [
     ((), ("cuda:0", "cuda:1"), (0, 0)), ((), ("cuda:0", "cpu"), (75.5, 8.75)),
-    (("--pace", 0, 0), ("cpu", "cpu"), (0, 0)), (("--pace", 9, 1), ("cuda:0", "cuda:1"), (9, 1))])
+    (("--pace", 0, 0), ("cpu", "cpu"), (0, 0)), (("--pace", 9, 1), ("cuda:0", "cuda:1"), (9, 1)),
+    (("--pace", 0, 0, "--temperature", 0.5), ("cpu", "cpu"), (0, 0))])
 def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words, devices, pace):
     bench_py = importlib.import_module("bench")
     placement = SimpleNamespace(devices=devices)
@@ -1111,12 +1112,15 @@ def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words
     paces = []
     monkeypatch.setattr(bench_py, "Bench", lambda settings: SimpleNamespace(
         settings=settings, job=job, leads=True))
-    monkeypatch.setattr(bench_py, "comparison", lambda bench, _: paces.append(
-        bench.settings.pace) or [{"temperature": 0, "tokens/s": 1, "with": {}}])
+    monkeypatch.setattr(bench_py, "comparison", lambda bench, heat: paces.append(
+        bench.settings.pace) or [{"temperature": heat, "tokens/s": 9 - heat,
+                                  "with": {"temperature": heat}}])
     monkeypatch.setattr(bench_py, "side_by_side", lambda bench: None)
     status, output = obey("bench.py", *words)
     assert (status, paces) == (0, [pace, pace]), output
     assert "'models': ['tiny/target', 'tiny/draft']" in output
+    fastest = "fastest here: python saguaro.py" + " --temperature 0.5" * (0.5 in words)
+    assert output.endswith(f"{fastest}\n") != any(pace)
 
 
 def test_the_benchmark_says_what_measures_more_ranks(monkeypatch):
