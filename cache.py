@@ -197,10 +197,12 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
 
         (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b) (1 + T_b)).
 
-    A miss takes 1 + T_b if the draft then stops its pre-speculation. Here `serve` ends it first, so
-    where T_p > 1 a miss takes T_p + T_b, which the formula leaves out.
-
     At b = 1 this is Theorem 7, the speedup over autoregressive decoding. At p = 0 it is that of SD.
+
+    Where T_p > 1, a miss takes 1 + T_b only if the draft then breaks off its pre-speculation. But
+    in a batch the rows that hit need what it prepares. So where T_p > 1 + T_b, the formula is too
+    fast above b = 1: by it a text gets faster in a larger batch. Here `serve` always ends the
+    pre-speculation first. For this program's speed give T_b + max(0, T_p - 1) as T_b.
 
     >>> throughput(hit_rate=0.5, tokens_hit=4, tokens_miss=2, T_p=0.8, T_b=0.5)
     2.4
@@ -232,7 +234,7 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
     """Return b* (Thm. 17): below this batch size the neural backup has the higher `throughput`,
     above it the fast one. It is 0 if the fast backup is better at every size, and infinity if the
     neural is. Assumes T_fast <= T_neural. `tokens_*` are the expected tokens of the round after a
-    hit, a neural and a fast backup.
+    hit, a neural and a fast backup. Where T_p > 1, see `throughput` on T_neural and T_fast.
 
     >>> round(critical_batch_size(0.8, 4, 4, 1, T_p=1, T_neural=0.5, T_fast=0), 2)
     1.95
@@ -269,9 +271,11 @@ def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,
     """Choose for --backup auto, by Theorem 17. Returns `("neural" or "random", b*)`. `draft_pass`
     is the time of a pass of the draft, in verifications."""
     lookahead = len(fan_out) - 1
+    T_p = (lookahead + 1) * draft_pass
+    late = max(0.0, T_p - 1)  # see `throughput`
     tokens = expected_tokens(acceptance_rate, lookahead)
     b = critical_batch_size(
         power_law_hit_rate(fan_out, acceptance_rate, miss_exponent), tokens, tokens,
         expected_tokens(random_acceptance_rate, lookahead),
-        T_p=(lookahead + 1) * draft_pass, T_neural=lookahead * draft_pass, T_fast=0.0)
+        T_p, T_neural=late + lookahead * draft_pass, T_fast=late)
     return "neural" if batch_size < b else "random", b

@@ -726,10 +726,10 @@ def test_the_critical_batch_size_is_right_for_all_arguments():
 
 @pytest.mark.parametrize("a, pace, chosen", (
     (0.9, (0, 0), {"neural", "random"}), (0.05, (0, 0), {"random"}),
-    (0.15, (100, 30), {"random"}), (0.15, (1000, 1), {"neural"})))
+    (0.8, (100, 50), {"neural", "random"}), (0.15, (1000, 1), {"neural"})))
 def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
     """By Corollary 16 from the given a and r, and from T_p and T_b by the pace, else T_p = 1 and
-    T_b = K / (K + 1)."""
+    T_b = K / (K + 1). Where T_p > 1, misses wait for it, too."""
     shape = cache.geometric_fan_out(20, 4, a, 0.3)
     hit_rate = cache.power_law_hit_rate(shape, a, 0.3)
     E, E_random = cache.expected_tokens(a, 4), cache.expected_tokens(0.1, 4)
@@ -740,8 +740,8 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
         chosen_plan = plan(settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
                                     miss_exponent=0.3, batch_size=rows, pace=pace))
         backups.append(chosen_plan.backup)
-        speed = {"neural": cache.throughput(hit_rate, E, E, T_p, 4 * draft_pass, rows),
-                 "random": cache.throughput(hit_rate, E, E_random, T_p, 0.0, rows)}
+        speed = {"neural": cache.throughput(hit_rate, E, E, T_p, T_p - 1 + 4 * draft_pass, rows),
+                 "random": cache.throughput(hit_rate, E, E_random, T_p, T_p - 1, rows)}
         assert speed[chosen_plan.backup] == max(speed.values()), rows
     assert set(backups) == chosen
 
