@@ -73,8 +73,9 @@ def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
         ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, label=name)
         ax.plot([f[x] for f in measured], [f[y] for f in measured], "o", color=colour)
     ax.margins(y=0.12)
-    ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None),
-           xlim=(1.05, -0.05) if x == "C" else None)  # to the right C falls
+    ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
+    if x == "C":
+        ax.invert_xaxis()  # to the right C falls
     if len({f["name"] for f in found}) > 1:
         ax.legend()
     if y == "T_p":
@@ -193,8 +194,7 @@ def frontier(bench, found: list[dict], axes) -> None:
         ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
-    paced = ", at the pace" if any(bench.settings.pace) else ""
-    axes[0].set(title=f"this pair{paced}")
+    axes[0].set(title="this pair, at the pace" if any(bench.settings.pace) else "this pair")
     axes[1].set(title="Llama 70B and 1B on H100s: a log (green: assumed)", ylabel=None)
     axes[1].get_legend().remove()
     for label in axes[0].legend(loc="upper left").get_texts():
