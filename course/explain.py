@@ -150,8 +150,8 @@ class Narrator:
                 answer = f"MISS, {self.sources[BACKUP]} drafts"
             elif not all(other.hit for other in rounds):
                 answer = f"HIT, kept while {self.sources[BACKUP]} drafts (4.3)"
-            self.say(f"   {k} of {len(told.drafted)} accepted, bonus token {self.words([bonus])}:  "
-                     f"{answer}", style)
+            self.say(f"   {k} of {len(told.drafted)} accepted, bonus token "
+                     f"[ {self.words([bonus])} ]: {answer}", style)
 
     def tell_guesses(self, told: Round, style: str) -> None:
         """Print every guess, and what was prepared for it; the outcome in the given style."""
@@ -178,9 +178,9 @@ class Narrator:
                      f"{sent_s:.3f}  {told.uniforms[i]:.3f}  {p_s / sent_s:.3f}: {verdict}")
         name = "the residual" if k < len(told.drafted) else "p"
         likeliest = [f"{self.words([int(token)])} {share:.3f}"
-                     for share, token in zip(*told.bonus_distribution().topk(4))]
-        self.say(f"  t*   from {name}, with u = {told.uniforms[-1]:.3f}:  "
-                 + "   ".join(likeliest))
+                     for share, token in zip(*told.bonus_distribution().topk(3))]
+        self.say(f"  t*   from {name}, by token id, with u = {told.uniforms[-1]:.3f}; "
+                 f"likeliest: {'  '.join(likeliest)}")
 
     def distributions(self, model: CausalLM, drafted: torch.Tensor) -> torch.Tensor:
         """A model's distributions `[B, K+1, V]` along the drafted tokens; the KV stays as it is."""

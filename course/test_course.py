@@ -9,8 +9,10 @@ this very program other bodies, the ones that the hand-out would hold, and call 
 import ast
 import csv
 import io
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -960,11 +962,35 @@ def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     for part in ("F_k", "P(k)", "a = 0.80", "r = 1.00", "accepted | bonus t*"):
         assert part in plain
     assert "\033[" not in plain and "\033[" in slow_motion("--color")
-    assert "p / sent" not in plain and "q   sent      u" in slow_motion("--temperature", "1")
+    drawn = slow_motion("--temperature", "1")
+    assert "p / sent" not in plain and "q   sent      u" in drawn and "by token id" in drawn
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert slow_motion("--pause").count("Enter") == 1
     rounds = slow_motion("--prompt", "x = 1\n" * 124, "--rounds", "200").count("\nround ")
     assert 2 < rounds < 20  # until the context of 512 tokens is full
+
+
+@pytest.mark.slow
+def test_the_sheet_shows_what_slow_motion_prints(capsys, one_thread, models):
+    """Its example, to the character but for the digits of q, which are rounded."""
+    sheet = (ROOT / "course/SHEET.md").read_text("utf-8")
+    example = re.search(r"```\n(round 0.*?)```", sheet, re.DOTALL)[1]
+    command = re.search(r"    python -m course.explain (.*)", sheet)[1]
+    explain.Narrator(Job(parse(ExplainSettings, shlex.split(command))), models).tell_all()
+    shown, example = [re.sub(r"0\.\d{3}", "q", text)
+                      for text in (capsys.readouterr().out, example)]
+    assert f"\n\n{example}\ntext\n" in shown
+
+
+def test_the_lecturer_has_the_counts_of_the_figure():
+    """The table under "Why use C at all?"."""
+    text = (ROOT / "course/LECTURER.md").read_text("utf-8")
+    found = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
+    for name in ("C", "hit_rate", "acceptance_rate", "tokens_per_round", "tokens a verification"):
+        form = "g" if name == "C" else ".2f"
+        numbers = [f"{f[name]:{form}}" for f in found
+                   if f["sweep"] == "downweight" and f["counted"]]
+        assert f"| {' | '.join(numbers)} |" in text, name
 
 
 def test_help_is_there_at_once(tmp_path):

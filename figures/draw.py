@@ -30,7 +30,7 @@ TITLES = {
     "frontier": "One miss makes a batch wait: with a backup that takes no time, SSD stays ahead "
                 "per device, too",
     "lookahead": "A longer lookahead pays until the draft takes longer than the target",
-    "growth": "What the passes of a round cost as texts, batches and vocabularies grow"}
+    "growth": "What passes over 1, 5 and 12 tokens cost as texts, batches and vocabularies grow"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
@@ -56,7 +56,8 @@ def figure(bench, name: str, found: list[dict]) -> None:
         if name in SPECIAL:
             SPECIAL[name](bench, found, axes)
         if len({f.get("counted") for f in found}) == 2:
-            drawn.supxlabel("lines: predicted; points: measured", fontsize=7, color=GREY)
+            lines = "rates counted, speed predicted" if name == "downweight" else "predicted"
+            drawn.supxlabel(f"lines: {lines}; points: measured", fontsize=7, color=GREY)
         drawn.savefig(f"{bench.settings.figures}/{name}.svg", metadata={"Date": None})
         pyplot.close(drawn)
 
@@ -73,7 +74,10 @@ def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
         ax.plot([f[x] for f in measured], [f[y] for f in measured], "o", color=colour)
     ax.margins(y=0.12)
     ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
-    ax.legend()
+    if x == "C":
+        ax.invert_xaxis()  # to the right C falls
+    if len({f["name"] for f in found}) > 1:
+        ax.legend()
     if y == "T_p":
         ax.axhline(1, color=GREY, linewidth=1)
         ax.annotate("T_p = 1: above, the target waits", (1, 1.02), color=GREY)
@@ -96,8 +100,8 @@ def timeline(bench, found: list[dict], axes) -> None:
                            edgecolor="white", linewidth=0.4)
         ax.set(yticks=[0, 1], yticklabels=["draft", "target"], ylabel=f["name"])
         ax.set_xlim(0, 1.2 * ends[0])
-        sooner = f",\n{ends[0] / ends[-1]:.1f} x sooner" if len(ends) == 2 else ""
-        ax.annotate(f"{f['tokens']} tokens{sooner}", (ends[-1] + 0.02, 1), va="center", weight=700)
+        faster = f",\n{ends[0] / ends[-1]:.2f} x as fast" if len(ends) == 2 else ""
+        ax.annotate(f"{f['tokens']} tokens{faster}", (ends[-1] + 0.02, 1), va="center", weight=700)
     axes[1].set(xlabel="seconds (light blue: ahead of the outcome; hatched: the target waits)")
 
 
@@ -136,16 +140,18 @@ def one_position(bench, found: list[dict], axes) -> None:
                      for drafted in (q, sigma)]
     place = (after - before).argmax()
     shown = likeliest[place]
+    names = [repr(bench.job.tokenizer.decode([token])) for token in shown] + ["others"]
     for ax, kept, drafted, share in zip(axes, (1, C), (q, sigma), (before, after)):
         bars = {"target's p": (p, SSD), "draft's q": (drafted, SD),
                 "residual": (residual(p, drafted), OTHER)}
         for i, (name, (heights, colour)) in enumerate(bars.items()):
-            ax.bar(torch.arange(6) + 0.27 * (i - 1), heights[place, shown], 0.27, label=name,
-                   color=colour)
+            heights = heights[place, shown]
+            heights = torch.cat([heights, 1 - heights.sum(0, keepdim=True)])
+            ax.bar(torch.arange(7) + 0.27 * (i - 1), heights, 0.27, label=name, color=colour)
         ax.axvspan(-0.5, F - 0.5, color="0.93", zorder=0)
-        ax.set(title=f"C = {kept:g}: {share[place]:.0%} of the residual is cached", ylim=(0, 1),
-               ylabel="probability", xlabel="next token (grey: cached)")
-        ax.set_xticks(range(6), [repr(bench.job.tokenizer.decode([token])) for token in shown])
+        ax.set(title=f"C = {kept:g}: {share[place]:.0%} of the residual is on grey", ylim=(0, 1),
+               ylabel="probability", xlabel=f"next token (grey: the {F} likeliest of the draft)")
+        ax.set_xticks(range(7), names)
     axes[0].legend()
 
 
@@ -188,9 +194,8 @@ def frontier(bench, found: list[dict], axes) -> None:
         ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
-    paced = ", at the pace" if any(bench.settings.pace) else ""
-    axes[0].set(title=f"this pair{paced}")
-    axes[1].set(title="Llama 70B and 1B on H100s: a log (no random backup)", ylabel=None)
+    axes[0].set(title="this pair, at the pace" if any(bench.settings.pace) else "this pair")
+    axes[1].set(title="Llama 70B and 1B on H100s: a log (green: assumed)", ylabel=None)
     axes[1].get_legend().remove()
     for label in axes[0].legend(loc="upper left").get_texts():
         label.set_text(f"{label.get_text()} ({DEVICES[label.get_text()]} devices)")
