@@ -20,6 +20,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import one_hot, pad
 
 PRIMARY = 0      # the source of a speculation: the primary, which fills the cache (a hit),
 BACKUP = 1       # or the backup, which drafts after a miss (section 4.3)
@@ -64,26 +65,47 @@ def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[floa
     return [a ** k * (1 - a) for k in range(lookahead)] + [a ** lookahead]
 
 
+def best_fan_out(likelihood: torch.Tensor, right: torch.Tensor, budget: int) -> torch.Tensor:
+    """Return, for each row, the F_0..F_K of sum `budget` that hit most often, `[B, K+1]`.
+
+    likelihood `[B, K+1]` is P(k accepted). If k tokens are accepted, guess number 1, 2, ... of the
+    bonus token is right with probability right `[B, K+1, n]`, n >= `budget`, each less often than
+    the one before. So the outcome (k, t*) has the product of both as its probability. The `budget`
+    likeliest outcomes are guessed, and F_k is how many of them have this k.
+
+    >>> best_fan_out(torch.tensor([[0.6, 0.4]]), torch.tensor([[[0.5, 0.2], [0.9, 0.1]]]), 2)
+    tensor([[1, 1]])
+    """
+    likeliest = (likelihood[..., None] * right).flatten(1).topk(budget).indices
+    return one_hot(likeliest // right.shape[-1], likelihood.shape[1]).sum(1)
+
+
+def power_law(num_guesses: int, miss_exponent: float) -> torch.Tensor:
+    """Return how likely guess number 1, 2, ... is to be the right one, `[num_guesses]`, if F
+    guesses miss with probability F^-r / 2. By Definition 11, F^-r, a single guess would always
+    miss. We assume that it halves the misses.
+
+    >>> power_law(3, miss_exponent=1.0)
+    tensor([0.5000, 0.2500, 0.0833], dtype=torch.float64)
+    """
+    F = torch.arange(1, num_guesses + 1, dtype=torch.float64)
+    misses = torch.cat([torch.ones(1), F ** -miss_exponent / 2])
+    return -misses.diff()
+
+
 def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                       miss_exponent: float) -> list[int]:
     """Return the F_0..F_K of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
 
-    Every guess goes where it lowers that sum most. More guesses for the same k lower it less and
-    less, so these are the largest gains of all, and the result is Theorem 12's closed form wherever
-    that is integral. The power law says nothing of F = 0. We assume that the first guess halves the
-    misses: we set 0^-r = 2. With a small budget F_k = 0 for the unlikeliest k.
+    For r <= 1 this is Theorem 12's closed form wherever that is integral. The theorem says nothing
+    of F = 0, `power_law` does: with a small budget F_k = 0 for the unlikeliest k.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
     """
-    likelihood = acceptance_distribution(acceptance_rate, lookahead)
-    miss = [2.0] + [F ** -miss_exponent for F in range(1, budget + 1)]
-    shape = [0] * (lookahead + 1)
-    for _ in range(budget):
-        gains = [P * (miss[F] - miss[F + 1]) for P, F in zip(likelihood, shape)]
-        _, best = max((gain, k) for k, gain in enumerate(gains))  # of equal gains the last
-        shape[best] += 1
-    return shape
+    right = power_law(budget, miss_exponent).expand(1, lookahead + 1, budget)
+    likelihood = right.new_tensor([acceptance_distribution(acceptance_rate, lookahead)])
+    return best_fan_out(likelihood, right, budget)[0].tolist()
 
 
 def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
@@ -96,7 +118,8 @@ def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
     return [(budget + lookahead - k) // (lookahead + 1) for k in range(lookahead + 1)]
 
 
-FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out}  # --fan-out
+FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out,  # --fan-out
+                    "confident": geometric_fan_out}  # which is section 4.2's F; see below
 
 
 def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,
@@ -116,6 +139,40 @@ def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: flo
     if len(shape) != lookahead + 1 or min(shape) < 0 or sum(shape) != budget:
         raise ValueError(f"{shape} is not {lookahead + 1} numbers, F_0 to F_K, of sum {budget}")
     return shape
+
+
+def confident_fan_out(q: torch.Tensor, drafted: torch.Tensor, acceptance_rate: torch.Tensor,
+                      miss_exponent: float, budget: int) -> torch.Tensor:
+    """Return the F_0..F_K of this round, `[B, K+1]`, by how sure the draft is. This is ours, not
+    the paper's: Theorem 12 has one acceptance rate for all tokens and rounds.
+
+    q `[B, K+1, V]` are the draft's distributions before each drafted token and after the last,
+    drafted `[B, K]` the tokens under verification, and acceptance_rate `[B]` is their a. We take
+
+        a_i   = c + (1 - c) q(s_i)                   with the c >= 0 that makes it a at q(s_i) = 1/3
+        P(k)  = a_1 ... a_k (1 - a_(k+1))            a_(K+1) = 0
+        right = (q(t*) / (1 - q(s_(k+1))) + power law) / 2
+
+    where t* is the likeliest, second likeliest, ... bonus token after k accepted ones.
+
+    >>> q = torch.tensor([[[0.1, 0.9], [0.5, 0.5], [0.5, 0.5]]])
+    >>> confident_fan_out(q, torch.tensor([[0, 1]]), torch.tensor([0.5]), 1.0, budget=1)
+    tensor([[1, 0, 0]])
+    >>> confident_fan_out(q, torch.tensor([[1, 1]]), torch.tensor([0.5]), 1.0, budget=1)
+    tensor([[0, 0, 1]])
+    """
+    q_drafted = q[:, :-1].gather(-1, drafted[..., None]).squeeze(-1)
+    c = (1.5 * acceptance_rate[:, None] - 0.5).clamp(min=0)
+    accepted = c + (1 - c) * q_drafted
+    likelihood = pad(accepted.cumprod(1), (1, 0), value=1.0) * (1 - pad(accepted, (0, 1)))
+    others = q.scatter(-1, drafted[..., None], 0.0)
+    q_bonus = others.topk(min(budget, q.shape[-1])).values / others.sum(-1, keepdim=True)
+    q_bonus = pad(q_bonus.nan_to_num(), (0, budget - q_bonus.shape[-1]))  # 0 / 0: no other
+    right = (q_bonus + power_law(budget, miss_exponent).to(q)) / 2
+    return best_fan_out(likelihood, right, budget)
+
+
+FAN_OUTS_BY_ROUND = {"confident": confident_fan_out}  # --fan-out: shapes that look at the round
 
 
 # ---- the cache ----
@@ -254,15 +311,14 @@ def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float
 
 
 def power_law_hit_rate(fan_out: list[int], acceptance_rate: float, miss_exponent: float) -> float:
-    """Return p_hit of a cache of shape F_0..F_K. By Definition 11 a single guess would always miss.
-    We assume that it halves the misses: F > 0 guesses miss with probability F^-r / 2.
+    """Return p_hit of a cache of shape F_0..F_K, with guesses as often right as in `power_law`.
 
     >>> power_law_hit_rate([1, 1], acceptance_rate=0.5, miss_exponent=1.0)
     0.5
     """
     likelihood = acceptance_distribution(acceptance_rate, len(fan_out) - 1)
-    hits = [1 - F ** -miss_exponent / 2 if F else 0.0 for F in fan_out]
-    return sum(P * hit for P, hit in zip(likelihood, hits))
+    right = power_law(max(fan_out), miss_exponent)
+    return sum(P * float(right[:F].sum()) for P, F in zip(likelihood, fan_out))
 
 
 def choose_backup(batch_size: int, fan_out: list[int], acceptance_rate: float,

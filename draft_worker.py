@@ -5,7 +5,7 @@ A round of the draft, and the shapes of its data (K = lookahead, V = the size of
     speculation s^T   tokens [B, K], q [B, K, V], source [B]
       |  pre_speculate, while the target verifies s^T: one trunk pass over [t*, s_1..s_K]
     candidates        [B, K+1, n]: the n likeliest bonus tokens after k = 0..K accepted ones
-      |  F_k of them for each k
+      |  F_k of them for each k: `DraftWorker.fan_out`
     guesses           k and t*, [B, budget]
       |  K tree passes, each of which adds a token to every guess
     cache S^T         guesses, tokens [B, budget, K], q [B, budget, K, V]
@@ -19,7 +19,7 @@ A round of the draft, and the shapes of its data (K = lookahead, V = the size of
 
 With a budget of 0 the same worker is the draft of plain speculative decoding: every round misses.
 """
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -38,6 +38,9 @@ class Plan(NamedTuple):
     fan_out: list[list[int]]  # F_0..F_K for a speculation of the PRIMARY, and of the BACKUP
     backup: str               # a name in BACKUPS
     critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
+    by_round: Callable | None = None  # of FAN_OUTS_BY_ROUND; none: `fan_out` is every round's
+    acceptance_rates: tuple[float, ...] = ()  # a of what the PRIMARY, and the BACKUP, drafted
+    miss_exponent: float = 1.0  # r
 
     @property
     def lookahead(self) -> int:
@@ -92,11 +95,7 @@ class DraftWorker:
             return SpeculationCache.empty(rows, self.lookahead, self.q_template)
         with self.clock("trunk"):
             candidates = self.trunk_pass(speculation)
-            if num_drafted == 0:  # round 0: all guesses are for k = 0
-                fan_out = torch.full((rows, 1), plan.budget)
-            else:
-                fan_out = torch.tensor(plan.fan_out)[speculation.source]  # [B, K+1]
-            guesses = likely_outcomes(candidates, fan_out)
+            guesses = likely_outcomes(candidates, self.fan_out(speculation))
         branch_tokens = []
         branch_q = []
         with self.clock("tree"):
@@ -121,14 +120,30 @@ class DraftWorker:
         device = self.model.device
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
-        scores = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
+        self.trunk_logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
         # After k < K accepted tokens s_{k+1} was rejected, so it cannot be the bonus token. No
         # drafted token follows scores[:, K], so these stay.
-        scores = scores.scatter(-1, drafted[..., None], -torch.inf)
+        scores = self.trunk_logits.scatter(-1, drafted[..., None], -torch.inf)
         guesses = scores.topk(self.num_guesses).indices.cpu()
         # for the statistics: nothing that is drafted depends on these counts
         self.guess_counts.next_round(guesses, speculation.source, self.text, self.length)
         return guesses
+
+    def fan_out(self, speculation: Speculation) -> torch.Tensor:
+        """Return the F_0..F_K of this round, `[B, K+1]`: those of the plan for what drafted each
+        row, or by the draft's distributions of this round, if the plan says so. In round 0 all
+        guesses are for k = 0."""
+        rows, num_drafted = speculation.tokens.shape
+        if num_drafted == 0:
+            return torch.full((rows, 1), self.plan.budget)
+        fan_out = torch.tensor(self.plan.fan_out)[speculation.source]
+        if self.plan.by_round:
+            q = self.trunk_logits.to(self.q_template.dtype).softmax(-1)
+            a = torch.tensor(self.plan.acceptance_rates)[speculation.source].to(q)
+            fan_out = self.plan.by_round(q, to_device(speculation.tokens, q.device), a,
+                                         self.plan.miss_exponent, self.plan.budget).cpu()
+            self.guess_counts.fan_out = fan_out  # for the statistics
+        return fan_out
 
     # ---- the answer ----
 

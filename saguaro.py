@@ -34,7 +34,7 @@ from typing import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from cache import FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
+from cache import FAN_OUTS_BY_ROUND, FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
 from cli.job import Job, Models, check_prompts
 from cli.placement import Placement
 from cli.screen import Display
@@ -255,7 +255,9 @@ class Decoder:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
-        report = (spans, self.draft.guess_counts.table.tolist() if self.draft else [])
+        report = [spans]
+        if self.draft:
+            report.append(self.draft.guess_counts.report())
         reports = [report]
         if self.channel:
             reports = [None] * self.placement.world_size
@@ -308,8 +310,9 @@ def plan(settings: Settings) -> Plan:
             settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    after_backup = fan_out_with(settings, settings.backup_acceptance(backup))
-    return Plan([fan_out, after_backup], backup, critical_batch_size)
+    rates = (settings.acceptance_rate, settings.backup_acceptance(backup))
+    return Plan([fan_out, fan_out_with(settings, rates[1])], backup, critical_batch_size,
+                FAN_OUTS_BY_ROUND.get(settings.fan_out), rates, settings.miss_exponent)
 
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:

@@ -48,6 +48,7 @@ import random
 import sys
 import textwrap
 from functools import lru_cache
+from statistics import mean
 
 import pytest
 import torch
@@ -61,10 +62,11 @@ import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
-from cli.job import Models
+from cli.job import Job, Models
 from cli.placement import Placement
-from cli.settings import Settings
+from cli.settings import TINY, Settings
 from draft_worker import DraftWorker
+from engine.counts import GuessCounts
 from engine.model import CausalLM
 from engine.noise import UniformStream
 from figures.counts import (
@@ -330,9 +332,11 @@ SETTINGS = [  # the first also in the edit loop
     dict(temperature=1.4, top_k=4, downweight=0.5, samples=30_000),
     pytest.param(dict(temperature=0.7, downweight=0.0, backup="lookup", samples=30_000),
                  marks=slow),
-    pytest.param(dict(temperature=1.0, downweight=0.5), marks=slow),
+    pytest.param(dict(temperature=1.0, downweight=0.5, fan_out="confident"), marks=slow),
     pytest.param(dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1",
-                      samples=30_000), marks=slow)]
+                      samples=30_000), marks=slow),
+    *(pytest.param(dict(temperature=0.7, downweight=0.5, fan_out="confident", backup=backup,
+                        samples=30_000), marks=slow) for backup in ("lookup", "random"))]
 
 
 def test_the_statistic_accepts_the_truth_and_sees_two_percent():
@@ -383,7 +387,7 @@ class RandomRun:
         by_hand = ",".join(str(choose.randint(0, 4)) for _ in range(self.lookahead + 1))
         self.choices = dict(
             lookahead=self.lookahead, budget=choose.choice((0, 1, 7, 100)), seed=seed,
-            fan_out=choose.choice(("geometric", "uniform", by_hand)),
+            fan_out=choose.choice((*cache.FAN_OUT_POLICIES, by_hand)),
             backup=choose.choice(("neural", "lookup", "random", "auto")),
             downweight=choose.choice((0.0, 0.5, 1.0)),
             max_new_tokens=choose.choice((1, 5, 40)) if self.greedy else 60,
@@ -570,7 +574,7 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
 
 
 @pytest.mark.parametrize("count, jobs", (
-    (2, [dict(temperature=0), dict(temperature=1, downweight=0.7)]),
+    (2, [dict(temperature=0), dict(temperature=1, downweight=0.7, fan_out="confident")]),
     pytest.param(3, [dict(temperature=1, downweight=0.7, budget=3, backup="random")],
                  marks=slow)))
 def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(count, jobs):
@@ -618,6 +622,120 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
         assert misses(ours) <= min(map(misses, shapes)) + 1e-12, (budget, K, a, r)
         uniform = cache.uniform_fan_out(budget, K, a, r)
         assert uniform in shapes and max(uniform) - min(uniform) <= 1
+
+
+def test_no_shape_hits_more_often_whatever_the_likelihoods_are():
+    """Of many rows at once, by brute force."""
+    for budget, K in itertools.product((0, 1, 2, 5), range(4)):
+        likelihood = random_distributions(20, K + 1)
+        right = draw_uniforms(20, K + 1, budget, seed=1).sort(-1, descending=True).values
+        hits = torch.cat([torch.zeros(20, K + 1, 1), right.cumsum(-1)], -1) * likelihood[..., None]
+        shapes = itertools.product(range(budget + 1), repeat=K + 1)
+        best = torch.stack([hits[:, range(K + 1), shape].sum(1)
+                            for shape in shapes if sum(shape) == budget]).amax(0)
+        ours = cache.best_fan_out(likelihood, right, budget)
+        assert (ours.sum(1) == budget).all()
+        assert_close(hits.gather(-1, ours[..., None]).sum((1, 2)), best)
+
+
+def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distributions():
+    """The formula of `confident_fan_out`, outcome by outcome, with plain passes: of every row and
+    round, by what drafted for it. The statistics have the mean of these shapes."""
+    target = random_model(vocab_size=13)
+    decoder = make_decoder(target, imitation(target, 0.2), temperature=0.5, fan_out="confident",
+                           budget=8, backup="random", miss_exponent=0.8, max_new_tokens=30)
+    draft = decoder.draft
+    pre_speculate = draft.pre_speculate
+    seen = []
+
+    def recorded(speculation: Speculation) -> SpeculationCache:
+        prepared = pre_speculate(speculation)
+        seen.append((draft.text.clone(), draft.length, speculation, prepared.guesses))
+        return prepared
+
+    draft.pre_speculate = recorded
+    decoder(RAGGED)
+    shapes = [[], []]
+    for (texts, length, speculation, guesses), (_, after, *_) in itertools.pairwise(seen[1:]):
+        for row, source in enumerate(speculation.source.tolist()):
+            text = texts[row, :length[row]].tolist()
+            drafted = speculation.tokens[row].tolist()
+            with torch.no_grad():
+                logits = draft.model.model(torch.tensor([text + drafted])).logits[0, -4:]
+            a = (0.7, 0.1)[source]
+            c = max(0, (3 * a - 1) / 2)
+            outcomes = {}
+            reached = 1.0
+            for k, (q, s) in enumerate(zip(logits.softmax(-1).tolist(), [*drafted, None])):
+                accepted = 0 if s is None else c + (1 - c) * q[s]
+                others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
+                for F, bonus in enumerate(others, start=1):
+                    by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
+                    by_q = q[bonus] / sum(q[other] for other in others)
+                    outcomes[k, bonus] = reached * (1 - accepted) * (by_q + by_rank) / 2
+                reached *= accepted
+            guessed = torch.stack(guesses, 2)[row].tolist()
+            assert set(map(tuple, guessed)) == set(sorted(outcomes, key=outcomes.get)[-8:])
+            if after[row] > length[row]:  # else the text has ended: it does not count
+                shapes[source].append([sum(k == n for k, _ in guessed) for n in range(4)])
+    for source, name in enumerate(("fan_out", "fan_out_after_backup")):
+        means = [round(mean(column), 1) for column in zip(*shapes[source])]
+        assert decoder.stats.summary()[name] == means and len(set(map(tuple, shapes[source]))) > 3
+
+
+def hits_of_shapes(prompts: list[list[int]], budgets: tuple[int, ...], **choices) -> dict:
+    """Whether caches of every budget and two shapes, geometric and confident, would have hit, for
+    the very same outcomes of the embedded pair: `[rounds, 2]` booleans of each budget. The cache
+    that these runs have does not matter, so it is small."""
+    hits = {budget: [] for budget in budgets}
+    geometric = [torch.tensor(cache.geometric_fan_out(budget, 7, 0.8, 1.0)) for budget in budgets]
+    last = []
+
+    def count(draft: DraftWorker, speculation: Speculation) -> torch.Tensor:
+        if not draft.guess_counts.last:  # round 0
+            return fan_out(draft, speculation)
+        guesses, _, length = draft.guess_counts.last  # of this round
+        while last:
+            before, then, shapes = last.pop()
+            k = length - then - 1
+            row = torch.arange(len(k))[k >= 0]
+            k = k[row]
+            found = before[row, k] == draft.text[row, length[row] - 1, None]
+            number = found.long().argmax(1).where(found.any(1), max(budgets))
+            for budget, fixed, confident in zip(budgets, geometric, shapes):
+                hits[budget].append(torch.stack([number < fixed[k], number < confident[row, k]], 1))
+        q = draft.trunk_logits.softmax(-1)
+        a = torch.full((len(q),), 0.8)
+        last.append((guesses, length, [cache.confident_fan_out(
+            q, speculation.tokens, a, 1.0, budget) for budget in budgets]))
+        return fan_out(draft, speculation)
+
+    fan_out = DraftWorker.fan_out
+    job = Job(Settings(lookahead=7, budget=1, ignore_eos=True, device="cpu",
+                       prompts=str(TINY / "prompts.jsonl"), **choices))
+    decoder = Decoder(job.settings, job.load())
+    torch.set_num_threads(1)
+    decoder.draft.num_guesses = max(budgets)
+    decoder.draft.guess_counts = GuessCounts(7, max(budgets))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftWorker, "fan_out", count)
+        decoder(job.prompts[prompts])
+    return {budget: torch.cat(found).double() for budget, found in hits.items()}
+
+
+@slow
+@pytest.mark.parametrize("temperature, prompts, tokens", (
+    (0, slice(10), 60), (1, slice(10), 60), (0, slice(3), 250)))  # long texts repeat themselves
+def test_confident_shapes_hit_at_least_as_often_as_geometric_ones(temperature, prompts, tokens):
+    """By no more than an error less with any budget, and more often in all."""
+    gains = []
+    for budget, hits in hits_of_shapes(prompts, (4, 8, 12, 24, 48), temperature=temperature,
+                                       max_new_tokens=tokens).items():
+        gain = hits[:, 1] - hits[:, 0]
+        assert len(gain) > 100
+        assert gain.mean() > -gain.std() / len(gain) ** 0.5, budget
+        gains.append(float(gain.mean()))
+    assert mean(gains) > 0.01, gains
 
 
 def test_look_up_hits_if_and_only_if_the_outcome_was_guessed():

@@ -62,8 +62,9 @@ class DecodingSettings:
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
         "plain speculative decoding", min=0, max=4096)
     fan_out: str = option(
-        CACHE, "geometric", "shape of the cache: geometric (Thm. 12), uniform, or by hand, "
-        "F_0,...,F_K such as 4,3,2,1,2, whose sum is then the budget", metavar="SHAPE")
+        CACHE, "geometric", "shape of the cache: geometric (Thm. 12), uniform, confident (ours: "
+        "new in each round, by how sure the draft is), or by hand, F_0,...,F_K such as 4,3,2,1,2, "
+        "whose sum is then the budget", metavar="SHAPE")
     acceptance_rate: float = option(
         CACHE, 0.8, "a, the acceptance rate of drafted tokens, for the shape", min=0, max=1)
     miss_exponent: float = option(

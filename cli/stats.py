@@ -30,11 +30,13 @@ class Stats:
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
-    def add(self, ranks: list[tuple[list, list]]) -> None:
-        """Add, of every rank, the spans of a batch, and all counts of guesses so far."""
-        for rank, (spans, guess_counts) in enumerate(ranks):
+    def add(self, ranks: list[list]) -> None:
+        """Add, of every rank, the spans of a batch and, of the draft's, the `GuessCounts.report` of
+        all batches so far: the mean of shapes that looked at the round replaces the plan's."""
+        for rank, (spans, *guesses) in enumerate(ranks):
             self.spans += [(rank, *span) for span in spans]
-            self.guess_counts = guess_counts or self.guess_counts
+            for self.guess_counts, fan_outs in guesses:
+                self.choices |= fan_outs
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""

@@ -156,9 +156,10 @@ WRONG = {  # a command, and what is said about it
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
-    "--fan-out 4,3,2,1,-2": "neither geometric nor uniform nor numbers", "--fan-out 4,,3": "''",
+    "--fan-out 4,3,2,1,-2": f"neither {' nor '.join(cache.FAN_OUT_POLICIES)} nor numbers",
+    "--fan-out 4,,3": "''",
     "--mode fast": "invalid choice: 'fast'",
-    "--backup fast": "--backup fast: there are neural, lookup, random and auto",
+    "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60 -1": "--pace is -1.0; it must be a number from 0 to",
@@ -345,7 +346,9 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     output = capsys.readouterr().out
     assert not stopped.value.code and output.count("(default:") == len(fields(Settings))
     assert all(f"\n{field.metadata['group']}:\n" in output for field in fields(Settings))
-    assert all(name in output for name in (*cache.FAN_OUT_POLICIES, *draft_worker.BACKUPS))
+    names = {"geometric", "uniform", "confident", "neural", "lookup", "random"}
+    assert names <= cache.FAN_OUT_POLICIES.keys() | draft_worker.BACKUPS.keys()
+    assert all(name in output for name in names)
 
 
 def test_the_command_line_is_read_without_torch():
@@ -468,7 +471,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         with clock("verify"):
             now[0] += seconds
             clock.passes += passes
-        stats.add([(clock.read(), [])])
+        stats.add([(clock.read(),)])
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"
@@ -1038,6 +1041,7 @@ def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_lar
         assert counts["hit_rate"] == pytest.approx(hits / 6)
         assert counts["E_hit"] == counts["E_miss"] == 1.5
     for change, hit_rate in (({"backup": "lookup"}, 1.0), ({"downweight": 0.5}, 1.0),
+                             ({"fan_out": "confident"}, 1.0),
                              ({"mode": "sd", "lookahead": 1}, 0.0)):
         assert bench.counts_of(Settings(**change), stats)["hit_rate"] == hit_rate
 
@@ -1079,10 +1083,10 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
     bench.settings = BenchSettings(pace=(0, 0), lookahead=2)
     bench.prompts = [[1]]
     with_cache = Stats()
-    with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)], []),
-                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)], [])])
+    with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)],),
+                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)],)])
     without = Stats()
-    without.add([([("verify", 0.0, 0.5, 1, None)], []), ([("backup", 0.0, 0.06, 2, None)], [])])
+    without.add([([("verify", 0.0, 0.5, 1, None)],), ([("backup", 0.0, 0.06, 2, None)],)])
     decoded = []
 
     def decode(points, texts):

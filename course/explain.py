@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import re
 import sys
+from collections import Counter
 from itertools import islice
 from typing import Any, Iterator, NamedTuple
 
@@ -108,10 +109,11 @@ class Narrator:
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
-        title = f"{settings.fan_out} fan-out, r = {settings.miss_exponent:.2f}"
+        title = f"{settings.fan_out} fan-out, r = {plan.miss_exponent:.2f}"
+        if plan.by_round:
+            title = f"for section 4.2: geometric, r = {plan.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
-        rates = settings.acceptance_rate, settings.backup_acceptance(plan.backup)
-        for source, a, fan_out in zip(self.sources, rates, plan.fan_out):
+        for source, a, fan_out in zip(self.sources, plan.acceptance_rates, plan.fan_out):
             title = f"  after {source}, a = {a:.2f}"
             likelihood = acceptance_distribution(a, plan.lookahead)
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
@@ -142,6 +144,10 @@ class Narrator:
                 title = f"verifying [ {self.words(told.drafted)} ]   from {source}"
             of_row = f", row {told.row}" if len(self.sequences.prompts) > 1 else ""
             self.say(f"\nround {number}{of_row}   {title}", BOLD)
+            if self.draft.plan.by_round and told.drafted:
+                shape = Counter(k for k, _ in told.prepared)
+                F = [shape[k] for k in range(len(told.drafted) + 1)]
+                self.say(f"   F_k of this round: {F}")
             self.tell_guesses(told, style)
             if self.job.settings.temperature:
                 self.tell_draws(told)

@@ -23,7 +23,8 @@ A verified token lives in the slot whose number is its position. Then
     b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
 
 Hugging Face models take this unmodified: any object with a fitting `update` passes for their cache,
-and a 4-D `attention_mask` is used as it is.
+and a 4-D `attention_mask` is used as it is. Any module that is called as they are takes their
+place.
 """
 import inspect
 from typing import Callable
@@ -85,9 +86,11 @@ class CausalLM:
     number of rows, n that of tokens in a row, V the size of the vocabulary."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
-        """`vocab_size` is the V of the logits. A draft is given its target's, because families pad
-        embeddings differently. So tokens beyond V are never proposed. Tokens that the draft lacks
-        have q = 0, and in a text it reads its own last token instead of them."""
+        """Of a `model` its `config`, `dtype`, `get_input_embeddings` and `forward` are used, and of
+        a target its `generation_config`. `vocab_size` is the V of the logits. A draft is given its
+        target's, because families pad embeddings differently. So tokens beyond V are never
+        proposed. Tokens that the draft lacks have q = 0, and in a text it reads its own last token
+        instead of them."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size

@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 import engine.model
 import saguaro
@@ -197,7 +204,8 @@ def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
 # ---- rounds on GPUs ----
 
 ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(backup="lookup"),
-          dict(temperature=1, backup="lookup"), dict(temperature=1, backup="random"))
+          dict(temperature=1, backup="lookup", fan_out="confident"),
+          dict(temperature=1, backup="random"))
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
 
 
@@ -409,6 +417,85 @@ def test_work_on_a_gpu_is_an_nvtx_range_of_its_name(fake_graphs, monkeypatch):
         calls.append("work")
     assert calls == ["trunk", "work", "end"]
 
+
+# ---- models that are not transformers': any module that is called as theirs are ----
+
+class Trigrams(torch.nn.Module):
+    """A table of what follows two tokens, logits `[V, V, V]`. Instead of keys and values its slots
+    keep the tokens themselves: what a token sees, in the order of slots, is its text."""
+
+    def __init__(self, logits: torch.Tensor):
+        super().__init__()
+        self.logits = logits
+        self.dtype = logits.dtype
+        self.config = PretrainedConfig(vocab_size=len(logits), max_position_embeddings=64)
+        self.generation_config = GenerationConfig()
+        self.embedding = torch.nn.Embedding(len(logits), 1)  # tells V and the device
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
+
+    def forward(self, input_ids, attention_mask, past_key_values, **_):
+        tokens = input_ids[:, None, :, None]
+        held, _ = past_key_values.update(tokens, tokens, 0)  # [B, 1, slots, 1]
+        slots = torch.arange(1, held.shape[2] + 1)
+        seen = (attention_mask[:, 0] == 0) * slots  # [B, n, slots]
+        last = seen.topk(2).indices.flatten(1)
+        pairs = held.flatten(1).gather(1, last).view(*input_ids.shape, 2)
+        return CausalLMOutput(logits=self.logits[pairs[..., 1], pairs[..., 0]])
+
+
+class OwnGPT(Trigrams):
+    """A transformer of one layer, written by hand; untrained."""
+
+    def __init__(self, vocab_size: int = 40, width: int = 32, heads: int = 4):
+        super().__init__(torch.zeros(vocab_size, 1, dtype=torch.float64))
+        torch.manual_seed(0)
+        self.heads = heads
+        self.embedding = torch.nn.Embedding(vocab_size, width)
+        self.positions = torch.nn.Embedding(64, width)
+        self.in_proj = torch.nn.Linear(width, 3 * width)
+        self.out_proj = torch.nn.Linear(width, width)
+        self.double()
+
+    def forward(self, input_ids, position_ids, attention_mask, past_key_values, **_):
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        parts = self.in_proj(3 * x).view(*input_ids.shape, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        key, value = past_key_values.update(key, value, 0)
+        x = x + self.out_proj(torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask).transpose(1, 2).flatten(2))
+        return CausalLMOutput(logits=x @ self.embedding.weight.T)
+
+
+def trigrams(noise: float) -> Trigrams:
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 40, 40, 40, dtype=torch.float64, generator=generator)
+    return Trigrams(logits + noise * other)
+
+
+@torch.no_grad()
+def text_by_whole_passes(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Greedy, by a plain pass over the whole text for each token."""
+    text = list(prompt)
+    whole = SimpleNamespace(update=lambda keys, values, layer: (keys, values))
+    while len(text) < len(prompt) + count:
+        n = len(text)
+        mask = torch.full((1, 1, n, n), -torch.inf, dtype=model.dtype).triu(1)
+        logits = model(input_ids=torch.tensor([text]), position_ids=torch.arange(n)[None],
+                       attention_mask=mask, past_key_values=whole).logits
+        text.append(int(logits[0, -1].argmax()))
+    return text[len(prompt):]
+
+
+@pytest.mark.parametrize("target, draft", (
+    (lambda: trigrams(0.0), lambda: trigrams(0.5)),
+    (OwnGPT, lambda: imitation(OwnGPT(), 0.1))), ids=("table", "transformer"))
+def test_any_module_that_is_called_like_a_model_can_be_target_or_draft(target, draft):
+    decoder = make_decoder(target(), draft(), max_new_tokens=24)
+    prompts = [prompt for prompt in RAGGED if len(prompt) > 1]
+    assert decoder(prompts) == [text_by_whole_passes(target(), prompt, 24) for prompt in prompts]
+    assert decoder.stats.summary()["acceptance_rate"] > 0.1
 
 # ---- attention without copies ----
 

@@ -17,7 +17,7 @@ LIGHT = "#9db8d6"
 PASSES = {"target, 5": SSD, "target, 5, transformers": GREY, "target, 1": LIGHT, "draft, 12": SD,
           "sampling": OTHER}  # of growth
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
-    ("random backup", "uniform", "SSD, random backup"), OTHER)
+    ("random backup", "uniform", "SSD, random backup"), OTHER) | {"confident": LIGHT}
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
            "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
 TITLES = {
