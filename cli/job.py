@@ -80,7 +80,7 @@ class Job:
             if placement.world_size > 1:
                 dist.barrier(placement.patient_group)
         if target:
-            target = self.ready(target, group)
+            target = self.ready(target)
         ignored = target.not_applied(self.settings.temperature > 0) if placement.rank == 0 else {}
         if ignored:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
@@ -93,12 +93,11 @@ class Job:
         model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
         return self.ready(CausalLM(model, self.vocab_size))
 
-    def ready(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
-        """Check the model, and use CUDA graphs if all its ranks have GPUs. `group` holds these
-        ranks, if there are several."""
+    def ready(self, model: CausalLM) -> CausalLM:
+        """Check the model, and use CUDA graphs if all its ranks have GPUs."""
         check_model(model)
         if self.placement.on_gpus and not self.settings.eager:
-            model.forward_fn = GraphRunner(model, group)
+            model.forward_fn = GraphRunner(model)
         return model
 
     @property
