@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterator
 
 from tqdm import tqdm
 
@@ -151,8 +152,9 @@ def exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def watch(waits: str, seconds: float, limit: float) -> threading.Event:
-    """Say, until the event is set, for what this rank `waits` after so many seconds. Exit at the
+@contextmanager
+def watch(waits: str, seconds: float, limit: float) -> Iterator[None]:
+    """Say for what this rank `waits`, if the block takes longer than so many seconds. Exit at the
     `limit`, whatever library the main thread is in."""
     def exit_in_vain() -> None:
         if not done.wait(seconds):
@@ -163,4 +165,7 @@ def watch(waits: str, seconds: float, limit: float) -> threading.Event:
 
     done = threading.Event()
     threading.Thread(target=exit_in_vain, daemon=True).start()
-    return done
+    try:
+        yield
+    finally:
+        done.set()

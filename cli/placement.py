@@ -60,20 +60,19 @@ class Placement:
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             os.sched_setaffinity(0, self.cores)
         waits = f"rank {self.rank} waits for"
-        met = watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600)
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         if STORE_FD in os.environ:  # kept by the class, so that it outlives the other rank
             Placement.store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]),
                                             is_master=True, wait_for_workers=False,
                                             master_listen_fd=int(os.environ[STORE_FD]))
-        try:
-            dist.init_process_group("gloo", timeout=timeout)
-        except (RuntimeError, ValueError) as problem:
-            raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
-        self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
         ranks = [None] * self.world_size
-        dist.all_gather_object(ranks, (str(self.device), asked))
-        met.set()
+        with watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600):
+            try:
+                dist.init_process_group("gloo", timeout=timeout)
+            except (RuntimeError, ValueError) as problem:
+                raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
+            self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
+            dist.all_gather_object(ranks, (str(self.device), asked))
         different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if different:
             names = ", ".join(sorted(different))
@@ -85,11 +84,10 @@ class Placement:
             backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
             group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
             if backend == "nccl" and self.rank < size:  # connects at the first message: now
-                met = watch(f"{waits} NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if "
-                            "they cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300)
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-                torch.cuda.synchronize(self.device)
-                met.set()
+                with watch(f"{waits} NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if they "
+                           "cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300):
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                    torch.cuda.synchronize(self.device)
             return group
 
         self.world_group = new_group(self.world_size)

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import fields, replace
@@ -786,8 +787,12 @@ def test_ranks_that_cannot_meet_end_with_one_sentence(variable, reason, monkeypa
     for name, value in given.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     here = placement.Placement(Settings(mode="sd"))
+    threads = threading.enumerate()
     with taken, pytest.raises(UserError, match=f"the ranks cannot meet: .*{reason}"):
         here.join({})
+    for watching in set(threading.enumerate()) - set(threads):
+        watching.join(5)
+        assert not watching.is_alive(), "it would end this process after ten minutes"
 
 
 @pytest.mark.parametrize("redirection, variables", ((">&-", {}),

@@ -10,9 +10,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,7 +141,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
 
     def record_watch(waits, seconds, limit):
         done.extend(re.findall(r"NCCL_P2P_DISABLE=1", waits))
-        return threading.Event()
+        return nullcontext()
 
     torch.cuda.device_count = lambda: num_gpus
     torch.cuda.set_device = lambda device: done.append(str(device))
@@ -173,9 +173,10 @@ def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
 def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
     statuses = []
     monkeypatch.setattr(os, "_exit", statuses.append)
-    watch("it waits for nothing", 0.1, 0.2).set()
-    watch("it waits for NCCL", 0.2, 0.4)
-    time.sleep(1)
+    with watch("it waits for nothing", 0.1, 0.2):
+        pass
+    with watch("it waits for NCCL", 0.2, 0.4):
+        time.sleep(1)
     hint, end = capsys.readouterr().err.splitlines()
     assert hint == "it waits for NCCL" and statuses == [2]
     assert end.endswith(": error: 0.4 seconds are over: it waits for NCCL")
