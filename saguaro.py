@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from cache import FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
 from cli.job import Job, Models, check_prompts
-from cli.placement import Placement
+from cli.placement import Placement, gather
 from cli.screen import Display
 from cli.settings import Settings
 from cli.stats import RowRound, Stats, choices
@@ -256,11 +256,7 @@ class Decoder:
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
         report = (spans, self.draft.guess_counts.table.tolist() if self.draft else [])
-        reports = [report]
-        if self.channel:
-            reports = [None] * self.placement.world_size
-            dist.all_gather_object(reports, report)
-        self.stats.add(reports)
+        self.stats.add(gather(report) if self.channel else [report])
         return sequences.new_tokens
 
     def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:

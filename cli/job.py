@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, __version__
 
 from cli.placement import Placement
 from cli.settings import DecodingSettings, read_prompts
-from cli.text import visible
+from cli.text import printable
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, first_line
@@ -84,7 +84,7 @@ class Job:
         ignored = target.not_applied(self.settings.temperature > 0) if placement.rank == 0 else {}
         if ignored:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
-            print(visible(f"not applied, though {self.settings.target} asks for it in "
+            print(printable(f"not applied, though {self.settings.target} asks for it in "
                           f"generation_config.json: {asked}"), file=sys.stderr, flush=True)
         return Models(target, draft, self.context, self.vocab_size, self.max_length)
 

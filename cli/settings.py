@@ -14,6 +14,7 @@ from engine.errors import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
+IN_USE = ("prompts", "output", "target", "draft")  # what no other file is written over
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
           "lookahead", "growth")
@@ -271,12 +272,14 @@ def read_json_lines(path: str) -> list[str]:
 def open_for_writing(flag: str, path: str | None, mode: str = "w",
                      settings: DecodingSettings | None = None) -> TextIO:
     """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
-    that fails, or if this is the file of --prompts or --output in the `settings`."""
+    that fails, or if it is in use: for --prompts or --output of the `settings`, or in the folder of
+    a model."""
     try:
-        for name in ("prompts", "output") if path and Path(path).is_file() else ():
-            other = getattr(settings, name, None)
-            if other and flag != f"--{name}" and Path(path).samefile(other):
-                raise OSError(f"it is the file of --{name}")
+        for name in IN_USE if path and Path(path).is_file() else ():
+            given = Path(getattr(settings, name, None) or os.devnull)
+            files = filter(os.path.exists, [given, *given.glob("*")])
+            if flag != f"--{name}" and any(map(Path(path).samefile, files)):
+                raise OSError(f"it belongs to --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

@@ -30,6 +30,10 @@ class Stats:
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
+    def __post_init__(self):
+        """Rows that another rank has sent are lists."""
+        self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
+
     def add(self, ranks: list[tuple[list, list]]) -> None:
         """Add, of every rank, the spans of a batch, and all counts of guesses so far."""
         for rank, (spans, guess_counts) in enumerate(ranks):
@@ -103,12 +107,13 @@ def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
             told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k, "t*": bonus,
                     "hit": source == PRIMARY, "source": ("cache", "backup")[source]}
             spans.append((0, 1 + row, "round", start, end, told))
-    events = [{"name": work, "ph": "X", "pid": rank, "tid": track, "args": told,
+    # viewers take process 0 and thread 0 for the idle ones of Linux
+    events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
                "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
               for rank, track, work, start, end, told in spans]
     for rank, device in enumerate(placement.devices):
         name = f"rank {rank}, {device}, by the clock of its machine"
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+        events.append({"name": "process_name", "ph": "M", "pid": 1 + rank, "args": {"name": name}})
     return {"traceEvents": events}
 
 

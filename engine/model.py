@@ -168,11 +168,13 @@ class CausalLM:
 
     @property
     def eos_tokens(self) -> list[int]:
-        """Return every end-of-sequence id of the generation config."""
-        eos = self.model.generation_config.eos_token_id
-        if eos is None:
-            return []
-        return [eos] if isinstance(eos, int) else eos
+        """Return every end-of-sequence id of the generation config, or raise `UserError`."""
+        given = self.model.generation_config.eos_token_id
+        ids = [] if given is None else given
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token, int) for token in ids):
+            raise UserError(f"eos_token_id in generation_config.json is {given!r}, and no token id")
+        return ids
 
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
