@@ -8,7 +8,6 @@ import builtins
 import gc
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from engine.errors import UserError
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
+LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
@@ -124,7 +124,7 @@ def run(main: Callable[[], None]) -> int:
     except (RuntimeError, MemoryError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
         message = str(problem)
-        if isinstance(problem, MemoryError) or re.search("(out of|allocate) memory", message):
+        if isinstance(problem, MemoryError) or any(sign in message for sign in LACKS):
             reason = ". ".join(message.split(". ")[:2])
             report(f"error: {name} lacks memory ({reason}): try more target ranks, or a smaller "
                    "--batch-size, --max-new-tokens or --budget")

@@ -65,11 +65,12 @@ class Placement:
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             with suppress(OSError):  # some sandboxes forbid it
                 os.sched_setaffinity(0, self.cores)
-        others = self.world_size - 1
-        store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
-        given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
-        with watch(f"rank {self.rank} waits for {others} others (WORLD_SIZE)", 10, 600):
+        waits = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
+        asked = {name: str(value) for name, value in asked.items()}
+        with watch(waits, 10, 600):
             try:
+                store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
+                given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
                 dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
             except (RuntimeError, ValueError) as problem:
                 raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
@@ -79,9 +80,8 @@ class Placement:
                 if gather(words[self.rank]) != words:
                     raise UserError("another program has connected in the place of a rank")
             self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
-            ranks = gather((str(self.device), {name: str(value) for name, value in asked.items()}))
-        different = {name for _, theirs in ranks
-                     for name, _ in theirs.items() ^ ranks[self.rank][1].items()}
+            ranks = gather((str(self.device), asked))
+        different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if different:
             names = ", ".join(sorted(different))
             raise UserError(f"all ranks must be started with the same {names}")
@@ -117,13 +117,13 @@ class Placement:
         return "cpu" not in peers
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list:
-    """Return the `value` of each rank: numbers, texts, lists and dictionaries, as JSON. A pickle,
-    as `all_gather_object` sends it, is a program, which whoever sends it runs here."""
+def gather(value: Any) -> list:
+    """Return the `value` of each rank: numbers, texts, lists and dictionaries. They travel as JSON:
+    a pickle, which PyTorch's own function sends, is a program that would be run here."""
     text = json.dumps(value).encode()
     length = torch.tensor(len(text))
-    dist.all_reduce(length, dist.ReduceOp.MAX, group)
+    dist.all_reduce(length, dist.ReduceOp.MAX)
     padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(texts, padded, group)
+    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, padded)
     return [json.loads(bytes(text.tolist())) for text in texts]

@@ -124,29 +124,20 @@ class DecodingSettings:
         return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
 
 
-TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
-         bool: (bool, "True or False")}
-
-
 def value_type(f) -> type:
     """Return the type of a field's values: int, float, str or bool."""
     return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
 def check_value(f, value) -> None:
-    """Raises `UserError` for a value that the field may not hold."""
-    if value is None and f.default is None:
-        return
-    types, allowed = TYPES[value_type(f)]
-    fine = isinstance(value, types)
+    """Raises `UserError` for a value that is none of the field's choices, or out of its range."""
     choices = f.metadata["form"].get("choices")
-    if choices:
-        allowed = f"one of {', '.join(choices)}"
-        fine = fine and value in choices
-    if value_type(f) in (int, float):
-        minimum, maximum = f.metadata["range"]
-        allowed += f" from {minimum} to {maximum}"
-        fine = fine and minimum <= value <= maximum
+    minimum, maximum = f.metadata["range"]
+    fine = not choices or value in choices
+    allowed = f"one of {', '.join(choices or ())}"
+    if value_type(f) in (int, float) and (value, f.default) != (None, None):
+        fine = minimum <= value <= maximum  # so that NaN is out
+        allowed = f"from {minimum} to {maximum}"
     if not fine:
         raise UserError(f"--{f.name.replace('_', '-')} is {value!r}; it must be {allowed}")
 

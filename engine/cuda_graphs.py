@@ -27,18 +27,18 @@ class CapturedGraph:
     ones."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
-                 stream: torch.cuda.Stream, output: torch.Tensor | None):
-        """`pool` is memory that all graphs share, and `output` that of the same pass over another
-        number of slots, if there is one. They are captured on one `stream`, replayed one after the
-        other, and what each gives is copied before the next. Raises RuntimeError if the pass cannot
-        be captured, or if its replay gives other logits."""
+                 stream: torch.cuda.Stream, like: "CapturedGraph | None"):
+        """`pool` is memory that all graphs share. The output is that of `like`, the same pass over
+        another number of slots, if there is one. They are captured on one `stream`, replayed one
+        after the other, and what each gives is copied before the next. Raises RuntimeError if the
+        pass cannot be captured, or if its replay gives other logits."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         main = torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):  # what libraries set up at a first call is not captured
             expected = forward(*self.inputs)
         main.wait_stream(stream)
-        self.output = torch.empty_like(expected) if output is None else output
+        self.output = like.output if like else torch.empty_like(expected)
         self.graph = torch.cuda.CUDAGraph()
         # only this thread is restricted while capturing
         with torch.cuda.graph(self.graph, pool, stream, capture_error_mode="thread_local"):
@@ -80,18 +80,17 @@ class GraphRunner:
         if tokens.shape[1] > LONGEST_CAPTURED:
             return self.model.forward_eager(*inputs(width))
         if (*tokens.shape, width) not in kv.graphs:
-            output = None
+            graph = None
             for other in widths:
-                graph = self.capture(inputs(other), output)
+                graph = self.capture(inputs(other), graph)
                 kv.graphs[*tokens.shape, other] = graph
-                output = graph.output
         return kv.graphs[*tokens.shape, width].replay(inputs(width))
 
     def capture(self, inputs: tuple[torch.Tensor, ...],
-                output: torch.Tensor | None) -> CapturedGraph:
+                like: CapturedGraph | None) -> CapturedGraph:
         pool = next((graph.graph.pool() for graph in self.model.kv.graphs.values()), None)
         try:
-            return CapturedGraph(self.model.forward_eager, inputs, pool, self.stream, output)
+            return CapturedGraph(self.model.forward_eager, inputs, pool, self.stream, like)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # the cause, if the end of the capture failed because of it
