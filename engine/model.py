@@ -227,7 +227,7 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
+    hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
@@ -238,6 +238,8 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
         raise
     except Exception as problem:  # a corrupt file raises what its reader pleases
         raise UserError(f"cannot load {path}: {first_line(problem)}") from problem
+    finally:
+        logging.set_tqdm_hook(hook)
     return model
 
 

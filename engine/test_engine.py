@@ -24,6 +24,7 @@ import torch.distributed as dist
 import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 import engine.model
 import saguaro
@@ -190,6 +191,9 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
     load(str(TINY / "draft"), None, torch.float32, "cpu")
     assert not capsys.readouterr().err and not are_progress_bars_disabled()
+    with pytest.raises(UserError, match="cannot load"):
+        load(str(TINY), None, torch.float32, "cpu")
+    assert logging.set_tqdm_hook(None) is None, "what others load is shown"
 
 
 @pytest.mark.parametrize("T_p, advice", (
