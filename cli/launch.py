@@ -58,7 +58,7 @@ def prepare_process() -> None:
     if hasattr(builtins, "__IPYTHON__"):  # its process, and its Ctrl-C, are not ours to change
         raise UserError(f"in IPython and notebooks start it as !python {Path(sys.argv[0]).name}")
     # the kernel keeps a signal without a handler from the first process of a container
-    ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: os._exit(128 + signal.SIGINT)
+    ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: leave(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, ends)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
@@ -100,10 +100,16 @@ def was_started() -> bool:
 
 
 def remove_store() -> None:
-    with suppress(OSError):
+    with suppress(OSError, KeyError):
         store = Path(os.environ[STORE])
         store.unlink(missing_ok=True)
         store.parent.rmdir()
+
+
+def leave(status: int) -> None:
+    """Exit at once, from any thread."""
+    remove_store()
+    os._exit(status)
 
 
 def run(main: Callable[[], None]) -> int:
@@ -152,19 +158,17 @@ def exit_with_draft(draft: subprocess.Popen) -> None:
     if status and not draft.stdin.closed:
         if status < 0:
             report(f"the draft's rank has ended with status {status}")
-        remove_store()
-        os._exit(2 if status == 2 else 1)
+        leave(2 if status == 2 else 1)
 
 
 def exit_with_parent(parent: int) -> None:
     """Exit soon after rank 0, or torchrun, whose process `parent` is, has been killed."""
     if was_started():
         os.read(0, 1)  # standard input, until it closes
-        remove_store()
     else:
         while os.getppid() == parent:
             time.sleep(1)
-    os._exit(1)
+    leave(1)
 
 
 @contextmanager
