@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
 from cli.job import Job
+from cli.placement import gather
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
 from engine.errors import UserError
@@ -176,9 +177,8 @@ class Bench:
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier(self.job.placement.patient_group)
-        found = [{key: decoder.stats for key, decoder in new.items()}]
-        dist.broadcast_object_list(found, 0)
-        self.stats |= found[0]
+        found = gather({key: vars(decoder.stats) for key, decoder in new.items()})
+        self.stats |= {key: Stats(**told) for key, told in found[0].items()}
         return [self.stats[key] for key in keys]
 
     def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:

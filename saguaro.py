@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from cache import FAN_OUTS_BY_ROUND, FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
 from cli.job import Job, Models, check_prompts
-from cli.placement import Placement
+from cli.placement import Placement, gather
 from cli.screen import Display
 from cli.settings import Settings
 from cli.stats import RowRound, Stats, choices
@@ -255,14 +255,9 @@ class Decoder:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
-        report = [spans]
-        if self.draft:
-            report.append(self.draft.guess_counts.report())
-        reports = [report]
-        if self.channel:
-            reports = [None] * self.placement.world_size
-            dist.all_gather_object(reports, report)
-        self.stats.add(reports)
+        guesses = self.draft.guess_counts.report() if self.draft else ([], {})
+        report = (spans, *guesses)
+        self.stats.add(gather(report) if self.channel else [report])
         return sequences.new_tokens
 
     def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:

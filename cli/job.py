@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, __version__
 
 from cli.placement import Placement
 from cli.settings import DecodingSettings, read_prompts
-from cli.text import visible
+from cli.text import printable
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, first_line
@@ -80,11 +80,11 @@ class Job:
             if placement.world_size > 1:
                 dist.barrier(placement.patient_group)
         if target:
-            target = self.ready(target, group)
+            target = self.ready(target)
         ignored = target.not_applied(self.settings.temperature > 0) if placement.rank == 0 else {}
         if ignored:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
-            print(visible(f"not applied, though {self.settings.target} asks for it in "
+            print(printable(f"not applied, though {self.settings.target} asks for it in "
                           f"generation_config.json: {asked}"), file=sys.stderr, flush=True)
         return Models(target, draft, self.context, self.vocab_size, self.max_length)
 
@@ -93,12 +93,11 @@ class Job:
         model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
         return self.ready(CausalLM(model, self.vocab_size))
 
-    def ready(self, model: CausalLM, group: dist.ProcessGroup | None = None) -> CausalLM:
-        """Check the model, and use CUDA graphs if all its ranks have GPUs. `group` holds these
-        ranks, if there are several."""
+    def ready(self, model: CausalLM) -> CausalLM:
+        """Check the model, and use CUDA graphs if all its ranks have GPUs."""
         check_model(model)
         if self.placement.on_gpus and not self.settings.eager:
-            model.forward_fn = GraphRunner(model, group)
+            model.forward_fn = GraphRunner(model)
         return model
 
     @property

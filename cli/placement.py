@@ -1,12 +1,15 @@
 """Placement of ranks: devices, cores, process groups."""
+import json
 import os
+import secrets
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cli.launch import STORE_FD, watch
+from cli.launch import STORE, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, first_line
 
@@ -40,6 +43,8 @@ class Placement:
         if may_use_gpus and local_rank < torch.cuda.device_count():
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
+        self.channel_device = torch.device("cpu")
+        self.world_group = None  # gloo's, unless every rank has a GPU
         self.tp_group = None  # of the ranks that hold the target, if there are several
         cores = range(os.cpu_count() or 1)
         if hasattr(os, "sched_getaffinity"):
@@ -58,44 +63,47 @@ class Placement:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
-            os.sched_setaffinity(0, self.cores)
-        waits = f"rank {self.rank} waits for"
-        met = watch(f"{waits} {self.world_size - 1} others (WORLD_SIZE)", 10, 600)
-        timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
-        if STORE_FD in os.environ:  # kept by the class, so that it outlives the other rank
-            Placement.store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]),
-                                            is_master=True, wait_for_workers=False,
-                                            master_listen_fd=int(os.environ[STORE_FD]))
-        try:
-            dist.init_process_group("gloo", timeout=timeout)
-        except (RuntimeError, ValueError) as problem:
-            raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
-        self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may download 140 GB
-        ranks = [None] * self.world_size
-        dist.all_gather_object(ranks, (str(self.device), asked))
-        met.set()
+            with suppress(OSError):  # some sandboxes forbid it
+                os.sched_setaffinity(0, self.cores)
+        waits = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
+        asked = {name: str(value) for name, value in asked.items()}
+        with watch(waits, 10, 600):
+            try:
+                store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
+                given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
+                dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
+            except (RuntimeError, ValueError) as problem:
+                raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
+            if store:  # gloo takes whoever connects first, from any account, for the other rank
+                store.set(str(self.rank), secrets.token_hex())
+                words = [store.get(str(rank)).decode() for rank in range(2)]
+                if gather(words[self.rank]) != words:
+                    raise UserError("another program has connected in the place of a rank")
+            self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
+            ranks = gather((str(self.device), asked))
         different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if different:
             names = ", ".join(sorted(different))
             raise UserError(f"all ranks must be started with the same {names}")
         self.devices = [device for device, _ in ranks]
+        if "cpu" not in self.devices:
+            self.channel_device = self.device
+            self.world_group = self.new_group(self.world_size)
+        if self.tp_size > 1:
+            self.tp_group = self.new_group(self.tp_size)
 
-        def new_group(size: int) -> dist.ProcessGroup:
-            """Make a group of the first `size` ranks."""
-            backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
-            group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
-            if backend == "nccl" and self.rank < size:  # connects at the first message: now
-                met = watch(f"{waits} NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1 helps if "
-                            "they cannot reach each other; NCCL_DEBUG=INFO tells more", 20, 300)
+    def new_group(self, size: int) -> dist.ProcessGroup:
+        """Make a group of the first `size` ranks."""
+        backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
+        timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
+        group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
+        if backend == "nccl" and self.rank < size:  # connects at the first message: now
+            with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1"
+                       " helps if they cannot reach each other; NCCL_DEBUG=INFO tells more",
+                       20, 300):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
                 torch.cuda.synchronize(self.device)
-                met.set()
-            return group
-
-        self.world_group = new_group(self.world_size)
-        if self.tp_size > 1:
-            self.tp_group = new_group(self.tp_size)
-        self.channel_device = torch.device("cpu") if "cpu" in self.devices else self.device
+        return group
 
     @property
     def any_gpu(self) -> bool:
@@ -107,3 +115,15 @@ class Placement:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
         return "cpu" not in peers
+
+
+def gather(value: Any) -> list:
+    """Return the `value` of each rank: numbers, texts, lists and dictionaries. They travel as JSON:
+    what PyTorch's own function sends is a program, which would be run here."""
+    text = json.dumps(value).encode()
+    length = torch.tensor(len(text))
+    dist.all_reduce(length, dist.ReduceOp.MAX)
+    padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(text.tolist())) for text in texts]

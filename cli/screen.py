@@ -13,7 +13,7 @@ from cache import PRIMARY, throughput
 from cli.job import Job
 from cli.settings import DecodingSettings, open_for_writing
 from cli.stats import Stats, theorem_7, trace_of
-from cli.text import TextStream, decode, visible
+from cli.text import TextStream, printable, text_pieces
 
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),
@@ -24,8 +24,10 @@ REPORT = (
 
 
 def can_show_colours() -> bool:
-    """Return True on a terminal, unless somebody asked for plain text (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    """Return True on a terminal that has colours, unless somebody asked for plain text
+    (no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
 
 
 class Display:
@@ -64,7 +66,7 @@ class Display:
 
     def write(self, text: str, style: str) -> None:
         if text:
-            text = visible(text)
+            text = printable(text)
             print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
@@ -94,7 +96,7 @@ class Display:
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]
             self.num_texts += 1
-            text = "".join(decode(self.job.tokenizer, prompt_tokens, tokens))
+            text = "".join(text_pieces(self.job.tokenizer, prompt_tokens, tokens))
             reason = "length" if len(tokens) == self.job.settings.max_new_tokens else "context"
             if tokens[-1] in eos:
                 reason = "eos"
@@ -104,8 +106,8 @@ class Display:
             if self.streams:
                 self.write(text.removeprefix(self.stream.text), self.PLAIN)
             else:
-                tqdm.write(f"\n----- prompt {self.num_texts} -----\n{visible(prompt)}"
-                           f"\n----- continued -----\n{visible(text)}")
+                tqdm.write(f"\n----- prompt {self.num_texts} -----\n{printable(prompt)}"
+                           f"\n----- continued -----\n{printable(text)}")
 
     def finish(self, stats: Stats) -> None:
         summary = stats.summary()

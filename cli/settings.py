@@ -14,6 +14,7 @@ from engine.errors import UserError, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
+IN_USE = ("prompts", "output", "target", "draft")  # what no other file is written over
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
           "lookahead", "growth")
@@ -124,29 +125,20 @@ class DecodingSettings:
         return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
 
 
-TYPES = {int: (int, "a whole number"), float: ((int, float), "a number"), str: (str, "a text"),
-         bool: (bool, "True or False")}
-
-
 def value_type(f) -> type:
     """Return the type of a field's values: int, float, str or bool."""
     return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
 def check_value(f, value) -> None:
-    """Raises `UserError` for a value that the field may not hold."""
-    if value is None and f.default is None:
-        return
-    types, allowed = TYPES[value_type(f)]
-    fine = isinstance(value, types)
+    """Raises `UserError` for a value that is none of the field's choices, or out of its range."""
     choices = f.metadata["form"].get("choices")
-    if choices:
-        allowed = f"one of {', '.join(choices)}"
-        fine = fine and value in choices
-    if value_type(f) in (int, float):
-        minimum, maximum = f.metadata["range"]
-        allowed += f" from {minimum} to {maximum}"
-        fine = fine and minimum <= value <= maximum
+    minimum, maximum = f.metadata["range"]
+    fine = not choices or value in choices
+    allowed = f"one of {', '.join(choices or ())}"
+    if value_type(f) in (int, float) and (value, f.default) != (None, None):
+        fine = minimum <= value <= maximum  # so that NaN is out
+        allowed = f"from {minimum} to {maximum}"
     if not fine:
         raise UserError(f"--{f.name.replace('_', '-')} is {value!r}; it must be {allowed}")
 
@@ -272,12 +264,14 @@ def read_json_lines(path: str) -> list[str]:
 def open_for_writing(flag: str, path: str | None, mode: str = "w",
                      settings: DecodingSettings | None = None) -> TextIO:
     """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
-    that fails, or if this is the file of --prompts or --output in the `settings`."""
+    that fails, or if it is in use: for --prompts or --output of the `settings`, or in the folder of
+    a model."""
     try:
-        for name in ("prompts", "output") if path and Path(path).is_file() else ():
-            other = getattr(settings, name, None)
-            if other and flag != f"--{name}" and Path(path).samefile(other):
-                raise OSError(f"it is the file of --{name}")
+        for name in IN_USE if path and Path(path).is_file() else ():
+            given = Path(getattr(settings, name, None) or os.devnull)
+            files = filter(os.path.exists, [given, *given.glob("*")])
+            if flag != f"--{name}" and any(map(Path(path).samefile, files)):
+                raise OSError(f"it belongs to --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")
     except (OSError, ValueError) as problem:
         raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

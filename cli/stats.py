@@ -30,13 +30,17 @@ class Stats:
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
 
-    def add(self, ranks: list[list]) -> None:
-        """Add, of every rank, the spans of a batch and, of the draft's, the `GuessCounts.report` of
-        all batches so far: the mean of shapes that looked at the round replaces the plan's."""
-        for rank, (spans, *guesses) in enumerate(ranks):
+    def __post_init__(self):
+        """Rows that another rank has sent are lists."""
+        self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
+
+    def add(self, ranks: list[tuple[list, list, dict]]) -> None:
+        """Add, of every rank, the spans of a batch and the `GuessCounts.report` of all so far. In
+        it the mean of shapes that looked at the round stands for the plan's."""
+        for rank, (spans, guess_counts, fan_outs) in enumerate(ranks):
             self.spans += [(rank, *span) for span in spans]
-            for self.guess_counts, fan_outs in guesses:
-                self.choices |= fan_outs
+            self.guess_counts = guess_counts or self.guess_counts
+            self.choices |= fan_outs
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
@@ -105,12 +109,13 @@ def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
             told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k, "t*": bonus,
                     "hit": source == PRIMARY, "source": ("cache", "backup")[source]}
             spans.append((0, 1 + row, "round", start, end, told))
-    events = [{"name": work, "ph": "X", "pid": rank, "tid": track, "args": told,
+    # viewers take process 0 and thread 0 for the idle ones of Linux
+    events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
                "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
               for rank, track, work, start, end, told in spans]
     for rank, device in enumerate(placement.devices):
         name = f"rank {rank}, {device}, by the clock of its machine"
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+        events.append({"name": "process_name", "ph": "M", "pid": 1 + rank, "args": {"name": name}})
     return {"traceEvents": events}
 
 

@@ -10,7 +10,7 @@ from cache import PRIMARY
 from cli.job import Job
 from cli.screen import Display
 from cli.settings import Settings
-from cli.text import TextStream, decode
+from cli.text import TextStream, text_pieces
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = ["▁", "▁▁▁▁", "a", "▁b", "é", "▁return", "ü▁", ".", "\ufffd", *BYTES]
@@ -50,7 +50,7 @@ def test_the_text_is_what_the_prompt_lacks_whatever_the_decoder_does(kind):
         tokens = some_tokens(30)
         before = tokenizer.decode(prompt, skip_special_tokens=True)
         whole = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
-        pieces = decode(tokenizer, prompt, tokens)
+        pieces = text_pieces(tokenizer, prompt, tokens)
         assert len(pieces) == len(tokens)
         if whole.startswith(before):  # else a stray byte spoils the prompt's own last character
             possible += 1

@@ -3,11 +3,12 @@ import os
 import re
 from functools import partial
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+# all but tab and newline; and half characters and others that no file of XML may hold
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text with control characters escaped, so that it cannot move the cursor."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
@@ -41,7 +42,7 @@ class TextStream:
         return text
 
 
-def decode(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
+def text_pieces(tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
     """Return the text of new tokens behind a prompt, in pieces, one for each token."""
     stream = TextStream(tokenizer, prompt)
     return [stream.step(token, place == len(tokens)) for place, token in enumerate(tokens, start=1)]

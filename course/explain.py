@@ -23,8 +23,7 @@ import torch
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.job import Job, Models
 from cli.screen import Display, can_show_colours
-from cli.text import decode as decode_text
-from cli.text import visible
+from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
 from engine.noise import VERIFIER_STREAM, UniformStream
@@ -88,7 +87,7 @@ class Narrator:
     def tell_all(self) -> None:
         """The prompts, F_0..F_K and the P(k) behind them, the rounds, the texts."""
         for text in self.job.texts:
-            print(f"prompt\n{visible(text)}\n")
+            print(f"prompt\n{printable(text)}\n")
         self.tell_fan_out(self.job.settings)
         for number, rounds in enumerate(self.decode()):
             if self.job.settings.pause and number:
@@ -97,8 +96,8 @@ class Narrator:
             self.tell(number, rounds)
         texts = zip(self.job.texts, self.job.prompts, self.sequences.new_tokens)
         for text, prompt, tokens in texts:
-            written = "".join(decode_text(self.job.tokenizer, prompt, tokens))
-            print(f"\ntext\n{visible(text + written)}")
+            written = "".join(text_pieces(self.job.tokenizer, prompt, tokens))
+            print(f"\ntext\n{printable(text + written)}")
 
     def decode(self) -> Iterator[list[Round]]:
         """Round 0 and as many rounds as were asked for, seen from inside, of every active row."""

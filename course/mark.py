@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from cli.settings import Parser, open_for_writing
-from cli.text import visible
+from cli.text import printable
 from course.handout import EXERCISES, ROOT, missing
 from course.options import run_command
 
@@ -87,7 +87,7 @@ def main() -> None:
             said = [f"{number}: {remark}" for number, remark in zip(numbers, remarks) if remark]
             table.writerow([submission, *points, sum(points), "; ".join(said)])
             line = [*points, sum(points), "\n\t".join([str(submission), *said])]
-            print(visible("\t".join(map(str, line))), flush=True)
+            print(printable("\t".join(map(str, line))), flush=True)
 
 
 if __name__ == "__main__":

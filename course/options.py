@@ -1,9 +1,10 @@
 """The options of slow motion and of the page; the one sentence of an error in other commands."""
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from cli.launch import fail
+from cli.launch import run
 from cli.settings import DecodingSettings, option, pace_option
 from engine.errors import UserError
 
@@ -48,7 +49,4 @@ class PageSettings(DecodingSettings):
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a command that decodes nothing; a `UserError` is one sentence, and exit status 2."""
-    try:
-        main()
-    except UserError as problem:
-        fail(problem)
+    sys.exit(run(main))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from bench import Bench, Point
 from cli.settings import ROOT, open_for_writing
-from cli.text import decode
+from cli.text import text_pieces
 from course.explain import Narrator
 from course.options import PageSettings
 from course.race import TRACE, race
@@ -78,7 +78,7 @@ def main(settings: PageSettings) -> None:
     tokenizer = bench.job.tokenizer
     for run in runs:
         tokens = sum((told["new"] for told in run["rounds"]), [])
-        pieces = iter(decode(tokenizer, bench.prompts[0], tokens))
+        pieces = iter(text_pieces(tokenizer, bench.prompts[0], tokens))
         for told in run["rounds"]:
             told["text"] = list(islice(pieces, len(told["new"])))
         if run["launch"]["lookahead"]:

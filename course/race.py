@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cli.settings import ROOT, Parser, open_for_writing
-from cli.text import visible
+from cli.text import printable
 from course.options import run_command
 from engine.errors import UserError, first_line
 
@@ -63,12 +63,12 @@ def lane(run: dict, device: str, y: int, end: int) -> str:
 def rows(run: dict, prompt: str) -> list[str]:
     """The text: rows of spans, each in its colour and at its time."""
     drafts = run["launch"]["lookahead"] > 0
-    found = [[("soft", 0, letter) for letter in prompt[-COLUMNS:]]]
+    found = [[("soft", 0, letter) for letter in printable(prompt)[-COLUMNS:]]]
     for number, told in enumerate(run["rounds"]):
         source = ("cache", "backup")[told["source"]] if drafts and number else "own"
         for place, piece in enumerate(told["text"]):
             bonus = " bonus" if drafts and place == told["outcome"][0] else ""
-            for letter in visible(piece):
+            for letter in printable(piece):
                 if letter == "\n" or len(found[-1]) == COLUMNS:
                     found.append([])
                 if letter != "\n":
@@ -115,7 +115,7 @@ def main() -> None:
         drawn = race(json.loads(re.search(TRACE, args.page.read_text("utf-8"))[0]))
     except OSError as problem:
         raise UserError(f"PAGE '{args.page}': {first_line(problem)}") from problem
-    except (ValueError, TypeError, LookupError) as problem:
+    except Exception as problem:  # a page may hold anything
         raise UserError(f"PAGE '{args.page}' holds no trace: name a page that course.page has "
                         "written") from problem
     with open_for_writing("SVG", args.svg) as file:

@@ -20,6 +20,7 @@ import pytest
 
 import cache
 import course.race
+from cli import launch
 from cli.job import Job
 from cli.settings import ROOT
 from course import page
@@ -405,13 +406,27 @@ def test_the_race_plays_inside_an_image():
 
 def test_a_race_of_any_text_is_xml_and_no_row_is_too_long():
     trace = copy.deepcopy(TRACE)
+    trace["prompt"] = "x\n\x1b\ud800"
     for run in trace["runs"]:
         for told in run["rounds"]:
-            told["text"] = ["<&\"'\f\u00fc"] * len(told["text"])
+            told["text"] = ["<&\"'\f\u00fc\uffff"] * len(told["text"])
     for method in drawn(race(trace)).values():
         rows = ["".join(text for text, _, _ in row) for row in method["rows"]]
-        assert "".join(rows).removeprefix("def") == "<&\"'\\x0c\u00fc" * 40
+        assert "".join(rows) == "\\x1b\\ud800" + "<&\"'\\x0c\u00fc\\uffff" * 40
         assert set(map(len, rows[:-1])) == {COLUMNS}
+
+
+@pytest.mark.parametrize("time", (0, 1e400, None))
+def test_a_page_with_impossible_times_gets_one_sentence(time, tmp_path, monkeypatch, capsys):
+    trace = copy.deepcopy(TRACE)
+    for run in trace["runs"]:
+        for told in run["rounds"]:
+            told["time"] = time
+    (tmp_path / "page").write_text(PAGE.replace(SCRIPTS["trace"], json.dumps(trace)), "utf-8")
+    monkeypatch.setattr(sys, "argv", ["race", str(tmp_path / "page"), str(tmp_path / "svg")])
+    assert launch.run(course.race.main) == 2
+    error = capsys.readouterr().err
+    assert "holds no trace: name a page" in error and error.count("\n") == 1
 
 
 # ---- the page ----

@@ -46,10 +46,10 @@ def check_model(model: CausalLM) -> None:
         raise UserError(f"this {kind} model gives logits that are infinite or not numbers in "
                         f"{model.dtype}: a damaged file, or too narrow a --dtype")
     before = plain[:, :half]
-    if differ(changed, before, size(before) / 10_000):  # experts may round differently: 0.01%
+    if differ(changed, before, rms(before) / 10_000):  # experts may round differently: 0.01%
         raise UserError(f"this {kind} model is not causal: its logits change with later tokens")
     plain = plain[:, -3:]
-    rounding = min(size(stepwise - plain), size(plain) / 20)  # seen in 105 families: 3% at most
+    rounding = min(rms(stepwise - plain), rms(plain) / 20)  # seen in 105 families: 3% at most
     if differ(slotted, plain, rounding):
         raise UserError(f"{kind} models give other logits with KV slots and tree attention, so "
                         "their text would be wrong")
@@ -79,7 +79,7 @@ def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat([after_rejection, branch.flip(1)], 1)
 
 
-def size(logits: torch.Tensor) -> float:
+def rms(logits: torch.Tensor) -> float:
     """Return the root mean square of the logits."""
     return float(logits.float().square().mean().sqrt())
 
@@ -90,5 +90,5 @@ def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) 
     times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
     digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
-    allowed = 8 * max(rounding, digit * size(expected))
-    return not size(logits[..., :V] - expected[..., :V]) <= allowed  # so that NaN differs
+    allowed = 8 * max(rounding, digit * rms(expected))
+    return not rms(logits[..., :V] - expected[..., :V]) <= allowed  # so that NaN differs

@@ -7,16 +7,15 @@ attention sees must not change from pass to pass, so it is rounded up to one of 
 adds is not visible. At its first use, in a warm-up, a pass is captured for all widths: later
 texts may be longer or shorter.
 
-Ranks that share a model capture the all-reduces of its passes, too. They capture, replay or run
-eagerly all together.
+Ranks that share a model capture the all-reduces of its passes, too. Nothing is decoded after a
+capture that failed: it leaves PyTorch's allocator and streams in a state that nobody promises.
 """
-import sys
 from typing import Callable
 
 import torch
-import torch.distributed as dist
 
 from engine.check import differ
+from engine.errors import UserError, first_line
 from engine.model import CausalLM
 
 WIDTHS = [2 ** i for i in range(8, 24)]  # slots; see above
@@ -28,33 +27,25 @@ class CapturedGraph:
     ones."""
 
     def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
-                 stream: torch.cuda.Stream):
-        """`pool` is memory that all graphs share. They run on one `stream`, one after the other,
-        and the output of each is copied before the next."""
-        self.forward = forward
-        self.pool = pool
-        self.stream = stream
+                 stream: torch.cuda.Stream, like: "CapturedGraph | None"):
+        """`pool` is memory that all graphs share. The output is that of `like`, the same pass over
+        another number of slots, if there is one. They are captured on one `stream`, replayed one
+        after the other, and what each gives is copied before the next. Raises RuntimeError if the
+        pass cannot be captured, or if its replay gives other logits."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
         main = torch.cuda.current_stream()
         stream.wait_stream(main)
         with torch.cuda.stream(stream):  # what libraries set up at a first call is not captured
-            self.expected = forward(*self.inputs)
+            expected = forward(*self.inputs)
         main.wait_stream(stream)
-
-    def capture(self) -> None:
-        """Capture the pass. Raises RuntimeError where that is impossible."""
+        self.output = like.output if like else torch.empty_like(expected)
         self.graph = torch.cuda.CUDAGraph()
         # only this thread is restricted while capturing
-        with torch.cuda.graph(self.graph, self.pool, self.stream,
-                              capture_error_mode="thread_local"):
-            self.output = self.forward(*self.inputs)
-
-    def try_out(self) -> None:
-        """Replay the pass once. Raises RuntimeError if that gives other logits."""
+        with torch.cuda.graph(self.graph, pool, stream, capture_error_mode="thread_local"):
+            self.output.copy_(forward(*self.inputs))
         self.output.fill_(torch.nan)  # so that nothing is left of the capture
-        if differ(self.replay(self.inputs), self.expected):
+        if differ(self.replay(self.inputs), expected):
             raise RuntimeError("the captured pass gives other logits")
-        del self.expected
 
     def replay(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         for place, tensor in zip(self.inputs, inputs):
@@ -67,16 +58,14 @@ class GraphRunner:
     """Stands in for `CausalLM.forward_eager`, for passes that give logits; prefill is always
     eager."""
 
-    def __init__(self, model: CausalLM, group: dist.ProcessGroup | None = None):
-        """`group` holds the ranks that share the model, if there are several."""
+    def __init__(self, model: CausalLM):
         self.model = model
-        self.group = group
         self.stream = torch.cuda.Stream()
 
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
                  visible: torch.Tensor) -> torch.Tensor:
         """Do as `CausalLM.forward_eager` does: return logits `[B, n, V]`, and write keys and
-        values."""
+        values. Raises `UserError` for a model whose passes cannot be captured."""
         kv = self.model.kv
         seen = visible.shape[-1]
         widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]
@@ -84,39 +73,27 @@ class GraphRunner:
 
         def inputs(width: int) -> tuple[torch.Tensor, ...]:
             wider = torch.nn.functional.pad(visible, (0, width - seen))
-            return tokens, positions, slots, wider
+            # Widths narrower than the text are captured, too. There a window would see nothing,
+            # which is NaN in eager attention, so positions end where the width does.
+            return tokens, positions.clamp(max=width - 1), slots, wider
 
-        shape = (*tokens.shape, width)
-        if shape not in kv.graphs and tokens.shape[1] <= LONGEST_CAPTURED:
+        if tokens.shape[1] > LONGEST_CAPTURED:
+            return self.model.forward_eager(*inputs(width))
+        if (*tokens.shape, width) not in kv.graphs:
+            graph = None
             for other in widths:
-                self.capture((*tokens.shape, other), inputs(other))
-        if shape in kv.graphs:
-            return kv.graphs[shape].replay(inputs(width))
-        return self.model.forward_eager(*inputs(width))
+                graph = self.capture(inputs(other), graph)
+                kv.graphs[*tokens.shape, other] = graph
+        return kv.graphs[*tokens.shape, width].replay(inputs(width))
 
-    def capture(self, shape: tuple[int, ...], inputs: tuple[torch.Tensor, ...]) -> None:
-        kv = self.model.kv
-        if shape in kv.graphs or self.model.forward_fn != self:  # captured; or none can be
-            return
-        pool = next((graph.graph.pool() for graph in kv.graphs.values()), None)
-        graph = CapturedGraph(self.model.forward_eager, inputs, pool, self.stream)
-        for step in (graph.capture, graph.try_out):
-            fine = True
-            try:
-                step()
-            except RuntimeError as problem:
-                fine = False
-                print(f"{self.model.model.config.model_type} passes cannot be captured as CUDA "
-                      f"graphs and run eagerly: {problem}", file=sys.stderr)
-            if not self.all_agree(fine):
-                self.model.forward_fn = self.model.forward_eager
-                return
-        kv.graphs[shape] = graph
-
-    def all_agree(self, fine: bool) -> bool:
-        """Return whether it is fine on all ranks that share the model."""
-        if self.group is None:
-            return fine
-        flag = torch.tensor(int(fine), device=self.model.device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
-        return bool(flag)
+    def capture(self, inputs: tuple[torch.Tensor, ...],
+                like: CapturedGraph | None) -> CapturedGraph:
+        pool = next((graph.graph.pool() for graph in self.model.kv.graphs.values()), None)
+        try:
+            return CapturedGraph(self.model.forward_eager, inputs, pool, self.stream, like)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:  # the cause, if the end of the capture failed because of it
+            reason = first_line(problem.__context__ or problem)
+            raise UserError(f"{self.model.model.config.model_type} passes cannot be captured as "
+                            f"CUDA graphs ({reason}): start with --eager") from problem

@@ -171,11 +171,13 @@ class CausalLM:
 
     @property
     def eos_tokens(self) -> list[int]:
-        """Return every end-of-sequence id of the generation config."""
-        eos = self.model.generation_config.eos_token_id
-        if eos is None:
-            return []
-        return [eos] if isinstance(eos, int) else eos
+        """Return every end-of-sequence id of the generation config, or raise `UserError`."""
+        given = self.model.generation_config.eos_token_id
+        ids = [] if given is None else given
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(token, int) for token in ids):
+            raise UserError(f"eos_token_id in generation_config.json is {given!r}, and no token id")
+        return ids
 
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
@@ -228,7 +230,7 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
+    hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
@@ -239,6 +241,8 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
         raise
     except Exception as problem:  # a corrupt file raises what its reader pleases
         raise UserError(f"cannot load {path}: {first_line(problem)}") from problem
+    finally:
+        logging.set_tqdm_hook(hook)
     return model
 
 
