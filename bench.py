@@ -90,9 +90,9 @@ class Bench:
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
-        self.sd_models = self.models
+        self.sd_models = self.models._replace(placement=None)
         if self.leads:
-            self.sd_models = self.models._replace(draft=self.job.load_draft())
+            self.sd_models = self.sd_models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         target, draft = workers(largest, self.sd_models)
@@ -184,12 +184,10 @@ class Bench:
     def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
         """Make a decoder for this point. On GPUs it has warmed up."""
         settings = self.settings_of(point)
-        models = (self.sd_models, None)
-        if settings.mode == "ssd" and not point.in_turns:
-            models = (self.models, self.job.placement)
-        decoder = Decoder(settings, *models)
+        overlaps = settings.mode == "ssd" and not point.in_turns
+        decoder = Decoder(settings, self.models if overlaps else self.sd_models)
         if self.job.placement.any_gpu and (self.leads or decoder.placement):
-            warm_up(settings, *models, texts)
+            warm_up(settings, decoder.models, texts)
         return decoder
 
 

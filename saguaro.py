@@ -46,7 +46,8 @@ from engine.model import to_device
 from sampling import Sampler
 from target_worker import TargetWorker
 
-OnTokens = Callable[[int, list[int], int], None]  # (row, new tokens, source), after every round
+# (row, new tokens, source), after every round; if it returns False, the row's text ends there
+OnTokens = Callable[[int, list[int], int], bool | None]
 
 
 # ---- the columns of Algorithm 1 ----
@@ -180,11 +181,13 @@ class Sequences:
         `max_length` is the longest text of any batch, if known, so that buffers are made once."""
         self.prompts = prompts
         self.eos = eos
+        self.max_new_tokens = max_new_tokens
         self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
         longest = min(max(map(len, prompts)) + max_new_tokens, context)
         self.max_length = max(longest, max_length)
         self.new_tokens = [[] for _ in prompts]
-        self.active = [True] * len(prompts)
+        # of each row "eos", "length" (max_new_tokens), "context" or "stop" (by `on_tokens`)
+        self.finish_reasons: list[str | None] = [None] * len(prompts)
         self.last_round: list[RowRound] = []  # of the active rows
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
@@ -193,10 +196,10 @@ class Sequences:
         columns = (speculation.source, speculation.tokens, *outcome)
         rows = zip(*(column.tolist() for column in columns))
         for row, (source, drafted, k, bonus) in enumerate(rows):
-            if self.active[row]:
+            if not self.finish_reasons[row]:
                 new_tokens = self.extend_row(row, drafted[:k] + [bonus])
                 self.last_round.append(RowRound(row, source, drafted, k, bonus, new_tokens))
-        finished = ~torch.tensor(self.active)
+        finished = torch.tensor([reason is not None for reason in self.finish_reasons])
         return Outcome(outcome.num_accepted.masked_fill(finished, FINISHED), outcome.bonus)
 
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
@@ -207,8 +210,15 @@ class Sequences:
         if ends:
             kept = kept[:ends[0]]
         text += kept
-        self.active[row] = not ends and len(text) < self.max_new[row]
+        if ends:
+            self.finish_reasons[row] = "eos"
+        elif len(text) == self.max_new[row]:
+            self.finish_reasons[row] = "length" if len(text) == self.max_new_tokens else "context"
         return kept
+
+    def stop(self, row: int) -> None:
+        """End a row's text. All ranks hear of it with the next outcome."""
+        self.finish_reasons[row] = self.finish_reasons[row] or "stop"
 
 
 # ---- putting it together ----
@@ -218,18 +228,17 @@ class Decoder:
     and call it for the same batches. Decoders of the same models share their KV, so use one at a
     time. For other settings make another."""
 
-    def __init__(self, settings: Settings, models: Models, placement: Placement | None = None):
-        """`placement` is None if this process is alone."""
+    def __init__(self, settings: Settings, models: Models):
         self.settings = settings
         self.models = models
-        self.placement = placement
+        self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         self.target, self.draft = workers(settings, models)
         self.channel = None
-        if placement and placement.world_size > 1:
+        if self.placement and self.placement.world_size > 1:
             q_width = models.vocab_size if settings.temperature else 0
             q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            self.channel = Channel(placement, self.lookahead, q_width, q_dtype)
+            self.channel = Channel(self.placement, self.lookahead, q_width, q_dtype)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         stops_at_eos = models.target is not None and not settings.ignore_eos
@@ -240,15 +249,18 @@ class Decoder:
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
-        """Return, on rank 0, the new token ids of every prompt of a batch. Rank 0 calls `on_tokens`
-        after every round. Raises `UserError` for prompts that cannot be continued."""
+        """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
+        says why each text ended. Rank 0 calls `on_tokens` after every round. What that raises is
+        raised here, once the batch has ended on all ranks. Raises `UserError` for prompts that
+        cannot be continued."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = check_prompts(prompts, context, self.models.vocab_size)
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
+        failure = None
         if self.channel is None or self.placement.rank == 0:
-            self.lead(sequences, on_tokens)
+            failure = self.lead(sequences, on_tokens)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
@@ -258,18 +270,29 @@ class Decoder:
         guesses = self.draft.guess_counts.report() if self.draft else ([], {})
         report = (spans, *guesses)
         self.stats.add(gather(report) if self.channel else [report])
+        self.finish_reasons = sequences.finish_reasons
+        if failure:
+            raise failure
         return sequences.new_tokens
 
-    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
-        """Decode on rank 0, and record and show every round."""
+    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> BaseException | None:
+        """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
+        failure = None
         start = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
         for number, _ in enumerate(rounds):
             end = time.perf_counter()
             self.stats.log.append((number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
-            for row in sequences.last_round:
-                on_tokens(row.row, row.new_tokens, row.source)
+            try:
+                for row in sequences.last_round:
+                    if on_tokens(row.row, row.new_tokens, row.source) is False:
+                        sequences.stop(row.row)
+            except BaseException as problem:  # other ranks are at work: end the batch with them
+                failure = problem
+                for row in range(len(sequences.prompts)):
+                    sequences.stop(row)
+        return failure
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
         """Return who drafts for rank 0: another rank, or this process."""
@@ -325,8 +348,7 @@ def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
     return [prompts[start:start + size] for start in range(0, len(prompts), size)]
 
 
-def warm_up(settings: Settings, models: Models, placement: Placement | None,
-            prompts: list[list[int]]) -> None:
+def warm_up(settings: Settings, models: Models, prompts: list[list[int]]) -> None:
     """Decode a few rounds, with hits and misses, of the first batch and of the last, which may be
     smaller: on GPUs libraries start, and passes are captured, at their first use."""
     few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
@@ -335,7 +357,7 @@ def warm_up(settings: Settings, models: Models, placement: Placement | None,
     misses = replace(short, budget=0, fan_out="geometric")  # a shape by hand has another budget
     for number in sorted({0, len(batches) - 1}):
         for variant in (short, misses):
-            Decoder(variant, models, placement)(batches[number])
+            Decoder(variant, models)(batches[number])
 
 
 def main(settings: Settings) -> None:
@@ -347,8 +369,8 @@ def main(settings: Settings) -> None:
     display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
     if job.placement.any_gpu:
-        warm_up(settings, models, job.placement, job.prompts)
-    decoder = Decoder(settings, models, job.placement)
+        warm_up(settings, models, job.prompts)
+    decoder = Decoder(settings, models)
     batches = batches_of(job.prompts, settings.batch_size)
     if display is None:
         for batch in batches:
@@ -356,5 +378,5 @@ def main(settings: Settings) -> None:
     else:
         display.begin()
         for batch in batches:
-            display.end_batch(decoder(batch, display.show), decoder.eos)
+            display.end_batch(decoder(batch, display.show), decoder.finish_reasons)
         display.finish(decoder.stats)

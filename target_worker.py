@@ -52,7 +52,7 @@ class TargetWorker:
             # The host waits once, not for each of these.
             num_accepted, bonus, finite = torch.stack([num_accepted, bonus, finite.long()]).cpu()
         if not finite.all():
-            raise UserError(f"logits are infinite or not numbers in {self.model.dtype}: "
+            raise UserError(f"logits or q are infinite or not numbers in {self.model.dtype}: "
                             "--dtype float32 or bfloat16 has room for larger ones")
         return Outcome(num_accepted, bonus)
 

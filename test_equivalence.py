@@ -569,8 +569,8 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
     vocab_size = target.config.vocab_size
     held = Models(CausalLM(target) if placement.holds_target else None,
                   CausalLM(draft, vocab_size) if placement.holds_draft else None,
-                  target.config.max_position_embeddings, vocab_size)
-    return [decode_batches(Decoder(job, held, placement), batches) for job in jobs]
+                  target.config.max_position_embeddings, vocab_size, placement=placement)
+    return [decode_batches(Decoder(job, held), batches) for job in jobs]
 
 
 @pytest.mark.parametrize("count, jobs", (

@@ -25,6 +25,7 @@ class Models(NamedTuple):
     context: int         # the target's, in tokens
     vocab_size: int      # the target's
     max_length: int = 0  # tokens of the longest text to come, if known: buffers are made once
+    placement: Placement | None = None  # None: this process is alone
 
     def set_pace(self, milliseconds: tuple[float, float]) -> None:
         """Let a pass of the target, and of the draft, take at least so long. 0 sets no limit."""
@@ -39,7 +40,8 @@ class Job:
     def __init__(self, settings: DecodingSettings):
         self.settings = settings
         self.placement = Placement(settings)
-        self.texts = read_prompts(settings)
+        self.rows = read_prompts(settings)
+        self.texts = [row["prompt"] for row in self.rows]
         self.target_config, self.tokenizer = open_model("--target", settings.target)
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
@@ -86,7 +88,7 @@ class Job:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
             print(printable(f"not applied, though {self.settings.target} asks for it in "
                           f"generation_config.json: {asked}"), file=sys.stderr, flush=True)
-        return Models(target, draft, self.context, self.vocab_size, self.max_length)
+        return Models(target, draft, self.context, self.vocab_size, self.max_length, placement)
 
     def load_draft(self) -> CausalLM:
         settings = self.settings

@@ -90,17 +90,18 @@ class Display:
         began = "hit" if source == PRIMARY else "miss"
         return [f"{began} {place}" for place in range(num_tokens)]
 
-    def end_batch(self, new_tokens: list[list[int]], eos: list[int]) -> None:
+    def end_batch(self, new_tokens: list[list[int]], finish_reasons: list[str]) -> None:
         """Write the texts to the file and, if they were not streamed, to the screen."""
-        for row, tokens in enumerate(new_tokens):
+        for row, (tokens, reason) in enumerate(zip(new_tokens, finish_reasons)):
+            fields = self.job.rows[self.num_texts].items()
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]
             self.num_texts += 1
             text = "".join(text_pieces(self.job.tokenizer, prompt_tokens, tokens))
-            reason = "length" if len(tokens) == self.job.settings.max_new_tokens else "context"
-            if tokens[-1] in eos:
-                reason = "eos"
-            write_line(self.output, {
+            # these two are lines of their own
+            fields = {name: value for name, value in fields
+                      if name not in ("settings", "statistics")}
+            write_line(self.output, fields | {
                 "prompt": prompt, "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
                 "finish_reason": reason, "group": self.groups.pop(row)})
             if self.streams:
@@ -114,7 +115,9 @@ class Display:
         self.bar.close()
         print("\n")
         print_summary(self.job, summary)
-        write_line(self.output, {"statistics": summary})
+        names = ("guess_counts", "guess_counts_after_backup")
+        counts = dict(zip(names, stats.guess_counts))
+        write_line(self.output, {"statistics": summary | counts})
         if self.job.settings.trace is not None:
             write_line(self.trace, trace_of(stats, self.job.placement))
         self.output.close()

@@ -156,7 +156,7 @@ class Settings(DecodingSettings):
     ignore_eos: bool = option("text", False, "do not stop at an end-of-sequence token")
     output: str | None = option(
         "text", None, "write settings, each text as soon as its batch has ended, and statistics to "
-        "this file (JSON Lines)", metavar="FILE")
+        "this file (JSON Lines), with the other fields of its prompt", metavar="FILE")
     trace: str | None = option(
         "machine", None, "write what every rank did, and when, and every round to this file "
         "(Chrome trace JSON: open it in ui.perfetto.dev)", metavar="FILE")
@@ -228,37 +228,37 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
 
 # ---- files ----
 
-def read_prompts(settings: DecodingSettings) -> list[str]:
-    """Return the texts to continue, of --prompt, --prompts or tiny/prompt.txt."""
-    if settings.prompt:
-        return list(settings.prompt)
+def read_prompts(settings: DecodingSettings) -> list[dict]:
+    """Return the texts to continue, each the "prompt" of a dictionary: those of --prompt or
+    tiny/prompt.txt, or those of --prompts with their other fields."""
     if settings.prompts is not None:
         return read_json_lines(settings.prompts)
-    return [(TINY / "prompt.txt").read_text("utf-8")]
+    texts = settings.prompt or [(TINY / "prompt.txt").read_text("utf-8")]
+    return [{"prompt": text} for text in texts]
 
 
-def read_json_lines(path: str) -> list[str]:
-    """Return the texts of a JSON Lines file. Raises `UserError`, naming the line."""
+def read_json_lines(path: str) -> list[dict]:
+    """Return the rows of a JSON Lines file. Raises `UserError`, naming the line."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("every rank reads it, so it must be a regular file")
         lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
     except (OSError, ValueError) as problem:
         raise UserError(f"--prompts {path!r}: {first_line(problem)}") from problem
-    texts = []
+    rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             found = [row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str)]
-            texts.append(found[0])
+            rows.append(row | {"prompt": found[0]})
         except (ValueError, AttributeError, IndexError, RecursionError):
             raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in a "
                             "field prompt, question or text") from None
-    if not texts:
+    if not rows:
         raise UserError(f"--prompts {path} holds no prompt")
-    return texts
+    return rows
 
 
 def open_for_writing(flag: str, path: str | None, mode: str = "w",

@@ -51,7 +51,7 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """Return the statistics of `--output`, with None for what was not measured.
+        """Return the statistics, with None for what was not measured.
         `acceptance_rate` is the a of the paper's geometric model, by maximum likelihood. T_p (trunk
         and tree) and T_b are in verifications."""
         K = self.lookahead
@@ -68,7 +68,6 @@ class Stats:
         trunk = self.mean_seconds("trunk")
         tree = self.mean_seconds("tree")
         paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
-        names = ("guess_counts", "guess_counts_after_backup")
         return {
             "tokens": tokens + sum(len(rows) for _, rows in prefill),
             "seconds": seconds,
@@ -85,7 +84,7 @@ class Stats:
             "prefill_seconds": sum(seconds for seconds, _ in prefill),
             "pace_kept": ratio(sum(passes * in_time for passes, in_time in paced),
                                sum(passes for passes, _ in paced)),
-        } | self.choices | dict(zip(names, self.guess_counts))
+        } | self.choices
 
 
 def choices(plan: Plan, downweight: float) -> dict[str, Any]:
@@ -105,9 +104,10 @@ def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
     for number, start, end, rows in stats.log:
         if number == 0:
             first, prompts = prompts, prompts + len(rows)
-        for row, source, drafted, k, bonus, _ in rows:
+        for row, source, drafted, k, bonus, kept in rows:
             told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k, "t*": bonus,
-                    "hit": source == PRIMARY, "source": ("cache", "backup")[source]}
+                    "kept": len(kept), "hit": source == PRIMARY,
+                    "source": ("cache", "backup")[source]}
             spans.append((0, 1 + row, "round", start, end, told))
     # viewers take process 0 and thread 0 for the idle ones of Linux
     events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,

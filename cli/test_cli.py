@@ -317,12 +317,60 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
         tokens = decoder(job.prompts)
         texts.append(job.tokenizer.decode(tokens[0]))
         summary = decoder.stats.summary()
-        assert summary["tokens"] == len(tokens[0]) > 0
+        assert summary["tokens"] == len(tokens[0]) > 0 and len(str(summary)) < 800
         print_summary(job, summary)
         shown = capsys.readouterr().out
         assert ("tokens per second" in shown) == (mode != "ssd") == ("in turns" not in shown)
         assert ("cache hit rate" in shown) == (mode == "ssd") and "hidden" not in shown
     assert texts[0] == texts[1] == texts[2]
+
+
+def end_texts_from_outside(decoder: Decoder | None = None) -> list:
+    """What three rows write if the second is ended after two rounds, why they ended, what was
+    raised in a second batch, after how many rounds, and what a third one writes. All ranks do
+    this, with README's lines."""
+    if decoder is None:  # a rank's
+        job = Job(Settings(max_new_tokens=20, dtype="float64", device="cpu"))
+        decoder = Decoder(job.settings, job.load())
+    heard = []
+
+    def on_tokens(row: int, *_) -> int | bool:
+        heard.append(row)
+        return heard.count(1) < 2 if row == 1 else 0  # 0 is not False
+
+    def fail(row: int, *_) -> None:
+        if heard.append(row) or heard.count(0) > 2:
+            raise ConnectionError("the client is gone")
+
+    ended = decoder(RAGGED[:3], on_tokens), decoder.finish_reasons
+    heard.clear()
+    problem = None
+    try:
+        decoder(RAGGED[:3], fail)
+    except ConnectionError as raised:
+        problem = str(raised)
+    return [*ended, problem, heard.count(0), decoder(RAGGED[:3])]
+
+
+@pytest.mark.parametrize("ranks", (1, pytest.param(2, marks=slow)))
+def test_whoever_hears_the_tokens_may_end_a_text_or_fail(ranks):
+    """The other rows go on, and all ranks are in step for the next batch."""
+    target = random_model()
+    here = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
+    ended, reasons, problem, rounds, whole = (
+        in_ranks(2, end_texts_from_outside)[0] if ranks == 2 else end_texts_from_outside(here))
+    assert list(map(len, whole)) == [20] * 3 and reasons == ["length", "stop", "length"]
+    assert [ended[0], ended[2]] == [whole[0], whole[2]]
+    assert ended[1] == whole[1][:len(ended[1])] and 1 < len(ended[1]) <= 6
+    assert (problem, rounds) == ("the client is gone", 3)
+
+
+def test_a_text_that_has_ended_is_not_ended_again():
+    target = random_model()
+    decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
+    decoder.eos = [decoder(RAGGED[:1])[0][7]]
+    assert decoder(RAGGED[:1], lambda row, new, _: not set(new) & set(decoder.eos))
+    assert decoder.finish_reasons == ["eos"]
 
 
 @pytest.mark.parametrize("prompts, sentence", (
@@ -455,6 +503,19 @@ def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):
         assert output["finish_reason"] == "length"
         assert len(output["tokens"]) == len(output["group"]) == 12
         assert output["group"][:2] == ["round 0", "miss 0"]
+
+
+def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
+    rows = [{"task_id": "T/0", "question": "def f(x):", "answer": [1], "text": "x"},
+            {"prompt": "class A:", "settings": 1, "statistics": 2, "tokens": "ours"}]
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, rows)))
+    words = [*pair[:pair.index("--prompt")], "--mode", "ar", "--prompts", tmp_path / "prompts",
+             "--output", tmp_path / "out"]
+    assert obey("saguaro.py", *words)[0] == 0
+    _, (first, second), _ = read_output(tmp_path / "out")
+    assert first.items() >= {"prompt": "def f(x):", "task_id": "T/0", "answer": [1]}.items()
+    assert first["text"] != "x" and second["tokens"] != "ours"
+    assert not second.keys() & {"settings", "statistics"}
 
 
 def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkeypatch):

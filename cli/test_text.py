@@ -83,7 +83,7 @@ def test_what_is_streamed_is_what_the_file_has(kind, prompt, tokens, text, tmp_p
     display.begin()
     for token in tokens:
         display.show(0, [token], PRIMARY)
-    display.end_batch([tokens], [])
+    display.end_batch([tokens], ["length"])
     _, output = map(json.loads, (tmp_path / "out").read_text("utf-8").splitlines())
     assert output["text"] == text
     assert capsys.readouterr().out == f"x\n----- continued -----\n{text}"

@@ -37,7 +37,7 @@ def timed(bench: Bench, line: dict) -> dict:
     decoder = bench.decoder(Point("", 0, line["with"]), text)
     rounds = []
     if bench.leads or decoder.settings.mode == "ssd":
-        warm_up(decoder.settings, decoder.models, decoder.placement, text)
+        warm_up(decoder.settings, decoder.models, text)
         decoder(text, lambda row, new, source: rounds.append(
             {"time": time.perf_counter(), "new": new, "source": source}))
     kept = decoder.stats.summary()["pace_kept"]

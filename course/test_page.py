@@ -481,7 +481,7 @@ def test_a_late_machine_makes_no_page(monkeypatch, kept):
         def __call__(self, texts, on_tokens):
             on_tokens(0, [7], 1)
 
-    decoder = Decoder(stats=stats, settings=SimpleNamespace(mode="sd"), models=None, placement=None)
+    decoder = Decoder(stats=stats, settings=SimpleNamespace(mode="sd"), models=None)
     bench = SimpleNamespace(prompts=[[1]], leads=True, decoder=lambda *_: decoder)
     if kept < 0.98:
         with pytest.raises(UserError, match="97% of the passes kept --pace"):

@@ -122,6 +122,7 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
     for variable, value in zip(variables, environment):
         monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 1))
@@ -133,6 +134,12 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
     assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
+    monkeypatch.delenv("GOMP_SPINCOUNT")  # a notebook: one thread, unless its user chose
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert Placement(Settings(mode=mode)).threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert Placement(Settings(mode=mode, device="cpu")).threads == 5
 
 
 def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
@@ -230,7 +237,7 @@ def save_pair(folder: Path, family: str = "llama", **changes) -> dict[str, str]:
 
 def decoder_of(settings: Settings) -> Decoder:
     job = Job(settings)
-    return Decoder(settings, job.load(), job.placement)
+    return Decoder(settings, job.load())
 
 
 def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
@@ -238,7 +245,7 @@ def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
     texts = []
     for choices in ROUNDS:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
-        texts += map(Decoder(settings, decoder.models, decoder.placement), BATCHES)
+        texts += map(Decoder(settings, decoder.models), BATCHES)
     return texts
 
 
