@@ -364,7 +364,7 @@ def test_the_first_three_tokens_have_exactly_the_targets_joint_distribution(choi
             assert len(chosen) > 100
             logits = p[code(chosen[:, :k + 2])].log()
             warpers = warpers_of(1.0, top_k=0, top_p=1.0)
-            replayed = replay(logits, chosen[:, k + 2], warpers, draw_uniforms(len(chosen)))
+            replayed = replay(logits, chosen[:, k + 2], warpers, draw_uniforms(len(chosen)), [])
             assert replayed.possible.all(), (k, drafted_by)
             assert evenness(replayed.uniform, bins=8) > ALPHA, (k, drafted_by)
 
