@@ -255,10 +255,10 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
         monkeypatch.setattr(UniformStream, "draw", lambda *given: record(drawn, draw(*given)))
         monkeypatch.setattr(sampling, "verify", lambda p, tokens, q, uniforms: verify(
             p, tokens, q, record(used, uniforms)))
-        for seed in range(4):
+        for seed in range(3):
             decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
                                    max_new_tokens=30)
-            for prompts in (RAGGED, RAGGED, RAGGED[:1]):
+            for prompts in (RAGGED, RAGGED[:1], RAGGED[:1]):
                 decoder(prompts)
             assert 0 < decoder.stats.summary()["hit_rate"] < 1
     for numbers in (drawn, used):
