@@ -26,8 +26,9 @@ comes out near its number of degrees of freedom (texts - 1). The p-value is the 
 chance alone makes it as large. (Texts with E < 5 are pooled: `goodness_of_fit`.)
 
 False alarms. The suite computes fewer than 600 p-values and calls one significant below ALPHA =
-1e-6: a correct program fails with probability below 600 * 1e-6 = 6e-4 (Bonferroni). Seeds are
-fixed: what has passed once goes on passing.
+1e-6. That comes up to 6 times as often where counts are small (`audit`), so a correct program fails
+with probability below 600 * 6e-6 = 4e-3 (Bonferroni). Seeds are fixed: what has passed once goes on
+passing.
 
 Power. If the texts had a distribution at total-variation distance d from the target's, chi-square
 would grow by at least 4 N d^2 (Cauchy-Schwarz). For N = 120,000 and d = 0.02 that is 192, and is
@@ -44,6 +45,7 @@ judged by the audit (audit/), which this file uses from chapter 3 on.
 """
 import inspect
 import itertools
+import os
 import random
 import sys
 import textwrap
@@ -120,6 +122,13 @@ def goodness_of_fit(observed: torch.Tensor, probability: torch.Tensor) -> float:
     freedom = torch.tensor(len(expected) - 1)
     chi_square = ((observed - expected).square() / expected).sum()
     return float(torch.special.gammaincc(freedom / 2, chi_square / 2))
+
+
+def assert_drawn(tokens: torch.Tensor, p: torch.Tensor) -> None:
+    """Assert that tokens `[N]` were drawn from the distributions p `[N, V]`, each from its own."""
+    replayed = replay(p.log(), tokens, warpers_of(1.0, 0, 1.0), draw_uniforms(len(tokens)), [])
+    assert replayed.possible.all()
+    assert evenness(replayed.uniform, bins=40) > ALPHA
 
 
 def written(record: list) -> torch.Tensor:
@@ -220,7 +229,7 @@ def test_in_a_large_vocabulary_every_token_is_drawn_with_its_probability_to_1e_9
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8), (1.5, 20, 0.9), (0.3, 5, 0.5)])
+    (1.0, 0, 1.0), (0.85, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8), (1.5, 20, 0.9), (0.3, 5, 0.5)])
 def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, top_p):
     logits = 3 * random_distributions(64, 40).log()
     config = GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -232,25 +241,63 @@ def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, 
         assert_close(ours, processors(None, given.to(wide)).softmax(-1), within)
 
 
-def test_a_run_of_one_seed_shares_no_random_number_with_the_next(monkeypatch):
-    """Nor do target, branches and backups with each other, nor one round with another."""
+def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
+    """Nor do target, branches and backups with each other, nor one round or batch with another; nor
+    does the target use one twice, in a batch of one row either."""
     drawn = []
-    draw = UniformStream.draw
+    used = []
+    draw, verify = UniformStream.draw, sampling.verify
 
-    def record(stream: UniformStream, *shape: int) -> torch.Tensor:
-        drawn.append(draw(stream, *shape))
-        return drawn[-1]
+    def record(numbers: list, new: torch.Tensor) -> torch.Tensor:
+        numbers.append(new)
+        return new
 
-    monkeypatch.setattr(UniformStream, "draw", record)
     target = random_model()
-    for seed in range(4):
-        decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
-                               max_new_tokens=30)
-        decoder(RAGGED)
-        assert 0 < decoder.stats.summary()["hit_rate"] < 1
-    assert {numbers.dtype for numbers in drawn} == {torch.float64}
-    together = torch.cat([numbers.flatten() for numbers in drawn])
-    assert len(together.unique()) == len(together) > 4000
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(UniformStream, "draw", lambda *given: record(drawn, draw(*given)))
+        monkeypatch.setattr(sampling, "verify", lambda p, tokens, q, uniforms: verify(
+            p, tokens, q, record(used, uniforms)))
+        for seed in range(3):
+            decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
+                                   max_new_tokens=30)
+            for prompts in (RAGGED, RAGGED[:1], RAGGED[:1]):
+                decoder(prompts)
+            assert 0 < decoder.stats.summary()["hit_rate"] < 1
+    for numbers in (drawn, used):
+        assert {tensor.dtype for tensor in numbers} == {torch.float64}
+        together = torch.cat([tensor.flatten() for tensor in numbers])
+        assert len(together.unique()) == len(together) > 1000
+
+
+def test_what_verify_makes_of_many_drafts_has_the_targets_distribution():
+    """The first token, and the second where the first was accepted."""
+    p = random_distributions(100_000, 3, 7)
+    q = random_distributions(100_000, 2, 7, seed=1)
+    tokens = sampling.inverse_cdf(q, draw_uniforms(100_000, 2))
+    k, bonus = sampling.verify(p, tokens, q, draw_uniforms(100_000, 3, seed=1))
+    new = torch.cat([tokens, bonus[:, None]], 1).scatter(1, k[:, None], bonus[:, None])
+    for place in range(2):
+        assert_drawn(new[k >= place, place], p[k >= place, place])
+
+
+@pytest.mark.parametrize("backup", ("neural", "random"))
+def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
+    """Bit for bit the q that came with it: the condition of all proofs, after hits and misses."""
+    given = []
+    verify = sampling.verify
+    target = random_model()
+    decoder = make_decoder(target, imitation(target, 0.3), budget=3, temperature=0.85,
+                           backup=backup)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sampling, "verify", lambda *args: given.append(args) or verify(*args))
+        record = run_rounds(decoder, 100 * RAGGED, 12)
+    for (speculation, _), (_, tokens, q, _) in zip(record, given, strict=True):
+        assert tokens.equal(speculation.tokens) and q.equal(speculation.q)
+    source = torch.cat([speculation.source for speculation, _ in record[1:]])
+    tokens, q = (torch.cat([args[which] for args in given[1:]]) for which in (1, 2))
+    for drafted_by in (PRIMARY, BACKUP):
+        chosen = source == drafted_by
+        assert_drawn(tokens[chosen].flatten(), q[chosen].flatten(0, 1))
 
 # ---- 2. greedy decoding: token for token what `generate` writes ----
 @pytest.mark.parametrize("family, changes", (
@@ -368,22 +415,22 @@ def test_the_first_three_tokens_have_exactly_the_targets_joint_distribution(choi
             assert len(chosen) > 100
             logits = p[code(chosen[:, :k + 2])].log()
             warpers = warpers_of(1.0, top_k=0, top_p=1.0)
-            replayed = replay(logits, chosen[:, k + 2], warpers, draw_uniforms(len(chosen)))
+            replayed = replay(logits, chosen[:, k + 2], warpers, draw_uniforms(len(chosen)), [])
             assert replayed.possible.all(), (k, drafted_by)
             assert evenness(replayed.uniform, bins=8) > ALPHA, (k, drafted_by)
 
 
 class RandomRun:
     """What is decoded with the settings that a seed draws: every setting at once; greedy, if the
-    seed is even. The vocabulary has 40 tokens, the draft's embedding and head have 33 or 48 rows;
-    or the draft is unrelated, and its context short. Texts end with a token, at their length, or at
-    the end of the context."""
+    seed is even; several batches of one decoder. The vocabulary has 40 tokens, the draft's
+    embedding and head have 33 or 48 rows; or the draft is unrelated, and its context short. Texts
+    end with a token, at their length, or at the end of the context."""
 
     def __init__(self, seed: int):
         choose = random.Random(seed)
         self.greedy = seed % 2 == 0
-        self.lookahead = choose.randint(1, 6)
-        rows = choose.randint(5, 8)
+        self.lookahead = choose.choice((1, 2, 3, 6))
+        rows = choose.choice((1, 2, 5, 8))
         by_hand = ",".join(str(choose.randint(0, 4)) for _ in range(self.lookahead + 1))
         self.choices = dict(
             lookahead=self.lookahead, budget=choose.choice((0, 1, 7, 100)), seed=seed,
@@ -391,22 +438,34 @@ class RandomRun:
             backup=choose.choice(("neural", "lookup", "random", "auto")),
             downweight=choose.choice((0.0, 0.5, 1.0)),
             max_new_tokens=choose.choice((1, 5, 40)) if self.greedy else 60,
-            temperature=0 if self.greedy else choose.choice((0.7, 1)),
+            temperature=0 if self.greedy else round(choose.uniform(0.6, 1.4), 2),
             top_k=choose.choice((0, 6)), top_p=choose.choice((0.95, 1.0)))
         self.target = random_model(seed=seed, initializer_range=0.2, max_position_embeddings=128)
         draft = imitation(self.target, 0.2)
         draft.resize_token_embeddings(choose.choice((33, 48)), mean_resizing=False)
         draft = choose.choice((draft, draft, random_model("gpt2", max_position_embeddings=24)))
         mode = choose.choice(("ar", "sd", "ssd", "ssd", "ssd"))
+        self.eos = choose.sample(range(40), choose.choice((0, 1, 4)))
+        self.target.generation_config.eos_token_id = self.eos or None
         self.decoder = make_decoder(self.target, draft, mode, **self.choices)
-        self.decoder.eos = choose.sample(range(40), choose.choice((0, 1, 4)))
-        self.prompts = [[choose.randrange(40)] * choose.choice((1, 2, 7, 60, 120))
-                        for _ in range(rows)]
-        self.texts, self.rounds = texts_and_rounds(self.decoder, self.prompts)
+        self.prompts = []
+        self.texts = []
+        self.rounds = []  # of all batches, whose rows are numbered on
+        self.later = []   # without round 0
+        while len(self.texts) < (16 if self.greedy else 32):
+            prompts = [[choose.randrange(40)] * choose.choice((1, 2, 7, 60, 120))
+                       for _ in range(rows)]
+            texts, rounds = texts_and_rounds(self.decoder, prompts)
+            self.rounds += [(len(self.texts) + row, new) for row, new, _ in rounds]
+            self.later += rounds[rows:]
+            self.prompts += prompts
+            self.texts += texts
 
 
 random_run = lru_cache(RandomRun)  # two tests look at each
-RANDOM_SEEDS = [pytest.param(seed, marks=slow if seed > 3 else ()) for seed in range(24)]
+FIRST_SEED = int(os.environ.get("FIRST_SEED", 0))  # others draw other settings
+RANDOM_SEEDS = [pytest.param(FIRST_SEED + seed, marks=slow if seed > 3 else ())
+                for seed in range(24)]
 
 
 @pytest.mark.parametrize("seed", RANDOM_SEEDS)
@@ -414,13 +473,13 @@ def test_in_random_settings_all_texts_are_the_targets(seed):
     """Greedy ones are those of `generate`; the audit judges sampled ones."""
     run = random_run(seed)
     choices = run.choices
-    eos = run.decoder.eos
+    print(choices, "eos", run.eos, "lengths", [len(prompt) for prompt in run.prompts])
     for row, (prompt, text) in enumerate(zip(run.prompts, run.texts)):
         max_new = min(choices["max_new_tokens"], 128 - len(prompt))
-        assert text == [token for number, new, _ in run.rounds if number == row for token in new]
-        assert not set(text[:-1]) & set(eos), "nothing follows an ending"
-        assert len(text) == max_new or len(text) < max_new and text[-1] in eos
-        assert not run.greedy or [text] == greedy_reference(run.target, [prompt], max_new, eos)
+        assert text == [token for number, new in run.rounds if number == row for token in new]
+        assert not set(text[:-1]) & set(run.eos), "nothing follows an ending"
+        assert len(text) == max_new or len(text) < max_new and text[-1] in run.eos
+        assert not run.greedy or [text] == greedy_reference(run.target, [prompt], max_new, run.eos)
     if not run.greedy:
         texts = [Text(prompt, text, [""] * len(text))
                  for prompt, text in zip(run.prompts, run.texts)]
@@ -1056,7 +1115,7 @@ def test_in_random_settings_the_statistics_are_those_of_the_rounds(seed):
 
     run = random_run(seed)
     K = run.decoder.lookahead
-    rounds = [(len(new), source == PRIMARY) for _, new, source in run.rounds[len(run.prompts):]]
+    rounds = [(len(new), source == PRIMARY) for _, new, source in run.later]
     accepted = []  # every drafted token, up to the first rejection
     for number, _, _, rows in run.decoder.stats.log:
         for k in [row.num_accepted for row in rows if number > 0]:

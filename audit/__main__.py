@@ -1,11 +1,25 @@
 """Audit the texts of any engine: is their distribution the target's?
 
-    python -m audit FILE --target NAME --temperature T        (--help; docs/PORTING.md says more)
+    python -m audit FILE --target NAME --temperature T        (docs/PORTING.md says more)
+
+FILE is JSON Lines. Each line is a text: prompt_tokens, tokens, and if you like group, one entry a
+token. Instead of prompt_tokens there may be prompt, which the target's tokenizer must turn into the
+very ids that the engine read. The first line may be {"settings": {...}}, as saguaro.py --output
+writes it; flags override it.
+
+The file must hold whole texts, each with the token that ended it, such as the end-of-sequence
+token; all that were drawn, those that were slow, too; and each must have been drawn with a seed of
+its own. Else exact engines fail, too. Name the type in which the engine computed: rounding is a
+bias, too.
+
+Exit status: 0 nothing found, 1 found, 2 a bad file or a failure, 3 too few tokens to tell.
 """
 import argparse
 import json
 import math
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,17 +30,14 @@ from audit.evidence import ALPHA, TESTS, Finding, audit_groups, p_text, would_ha
 from audit.replay import Text, greedy_gaps, members, warpers_of
 from engine.errors import UserError, first_line
 
+DEFAULTS = dict(target=None, temperature=None, top_k=0, top_p=1.0, dtype="auto")
+NOTHING, FOUND, FAILED, TOO_FEW = range(4)  # exit statuses
+
 
 def audit_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m audit",
-        description="Audit texts of any engine: is their distribution the target's? Exit status: 0 "
-        "nothing found, 1 found, 2 a bad file.",
-        epilog="The first line may be {\"settings\": {...}}, as saguaro.py --output writes it; "
-        "flags override it. Name the type in which the engine computed: rounding is a bias, too.")
-    parser.add_argument("file", metavar="FILE", help="JSON Lines: prompt_tokens (or "
-                        "prompt, which the target's tokenizer must turn into the very ids that "
-                        "the engine read), tokens, and if you like group, one entry a token")
+    parser = argparse.ArgumentParser(prog="python -m audit", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", metavar="FILE", help="JSON Lines, see above")
     parser.add_argument("--target", help="folder, or name on the Hugging Face Hub")
     parser.add_argument("--temperature", type=float, help="with which the engine sampled")
     parser.add_argument("--top-k", type=int, help="0: off")
@@ -38,16 +49,18 @@ def audit_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def audit_file(args: argparse.Namespace) -> bool:
-    """Audit a file and print what was found. Returns whether anything was."""
+def audit_file(args: argparse.Namespace) -> int:
+    """Audit a file and print what was found. Returns the exit status."""
     if args.batch_size < 1:
         raise UserError(f"--batch-size is {args.batch_size}; it must be at least 1")
     settings, rows = read_texts(args.file)
-    settings |= {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    trusted = ", --".join(name for name in DEFAULTS if name in settings.keys() - given.keys())
+    settings = DEFAULTS | settings | given
     for name in ("target", "temperature"):
-        if settings.get(name) is None:
+        if settings[name] is None:
             raise UserError(f"{args.file} has no line of settings: name --{name}")
-    model, tokenizer = load_target(settings["target"], settings.get("dtype", "auto"), args.device)
+    model, tokenizer = load_target(settings["target"], settings["dtype"], args.device)
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or math.inf
     texts = []
@@ -60,16 +73,14 @@ def audit_file(args: argparse.Namespace) -> bool:
     if not texts:
         raise UserError(f"{args.file} holds no tokens")
     texts.sort(key=lambda text: -len(text.prompt + text.tokens))  # little padding in a batch
-    print(f"target {settings['target']}, temperature {settings['temperature']}, {model.dtype}, "
-          f"{len(texts)} texts")
+    say(", ".join(f"{name} {settings[name]}" for name in DEFAULTS) + f", {model.dtype}, "
+        f"{len(texts)} texts{'; as the file says, unless you name --' * bool(trusted)}"
+        + trusted.replace("_", "-"))
     if settings["temperature"] == 0:
         return report_greedy(texts, greedy_gaps(model, texts, args.batch_size))
-    try:
-        warpers = warpers_of(settings["temperature"], settings.get("top_k", 0),
-                             settings.get("top_p", 1.0))
-    except (ValueError, TypeError) as problem:  # transformers', which name what is wrong
-        raise UserError(f"temperature, top-k or top-p: {first_line(problem)}") from problem
-    return report(audit_groups(model, texts, warpers, args.batch_size))
+    warpers = warpers_of(*(settings[name] for name in ("temperature", "top_k", "top_p")))
+    findings = audit_groups(model, texts, warpers, args.batch_size)
+    return report(findings, texts, model.generation_config.eos_token_id)
 
 
 def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
@@ -77,8 +88,7 @@ def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
     try:
         lines = Path(path).read_text("utf-8-sig").split("\n")
     except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"{path}: {reason}") from problem
+        raise UserError(f"{path}: {first_line(problem)}") from problem
     settings = {}
     texts = []
     for number, line in enumerate(lines, start=1):
@@ -111,8 +121,7 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
         try:
             prompt = tokenizer(row["prompt"])["input_ids"]
         except TypeError as problem:  # half a character
-            raise UserError("the tokenizer cannot read the prompt "
-                            f"({first_line(problem)})") from None
+            raise UserError(f"the tokenizer cannot read it: {first_line(problem)}") from None
     tokens = row.get("tokens")
     group = row.get("group") or []
     for name, ids in (("prompt_tokens (or prompt)", prompt), ("tokens", tokens)):
@@ -125,9 +134,8 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
     if not prompt:
         raise UserError("an empty prompt: nothing says how likely the first token was; give at "
                         "least the token with which the engine began")
-    if len(prompt) + len(tokens) > context:
-        raise UserError(f"{len(prompt) + len(tokens)} tokens, and the target's context is "
-                        f"{context}")
+    if len(prompt + tokens) > context:
+        raise UserError(f"{len(prompt + tokens)} tokens, and the target's context is {context}")
     if not isinstance(group, list) or "all" in group:
         raise UserError("group must be a list, one entry a token, and none called all, the whole")
     if group and len(group) != len(tokens):
@@ -138,8 +146,7 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
 def load_target(path: str, dtype: str, device: str):
     """Load the model, and its tokenizer if it has one."""
     if dtype == "auto":
-        on_gpu = device != "cpu" and torch.cuda.is_available()
-        dtype = "bfloat16" if on_gpu else "float32"
+        dtype = "bfloat16" if device != "cpu" and torch.cuda.is_available() else "float32"
     logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -155,74 +162,101 @@ def load_target(path: str, dtype: str, device: str):
     return model.eval(), tokenizer
 
 
-def report(findings: dict[str, Finding]) -> bool:
-    """Print what was found, and what would have shown. Returns whether anything was found."""
+def say(*lines: str, file=None) -> None:
+    """Print lines at once. They hold what others wrote: what is not printable in them is escaped,
+    line ends included."""
+    for line in lines:
+        print("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line),
+              file=file, flush=True)
+
+
+def report(findings: dict[str, Finding], texts: list[Text], eos: int | list[int] | None) -> int:
+    """Print what was found, and what would have shown. `eos` are the target's end-of-sequence
+    tokens. Returns the exit status."""
     width = max(map(len, findings))
-    print(f"\n{'':{width}}    tokens    bins   pairs   place     ids        argmax         log p"
-          "  bins show")
+    say("", f"{'':{width}}    tokens   bins  pairs  place    ids  next id  next nth       argmax"
+        "        log p  show")
     for name, finding in findings.items():
         p = {test: p_text(finding.p_values[test]) for test in TESTS}
-        argmax, log_p = (f"{deviation:+.1f}" for deviation in finding.deviations)
-        print(f"{name:{width}}{finding.tokens:10,} {p['bins']:>7} {p['pairs']:>7} {p['place']:>7}"
-              f" {p['ids']:>7} {argmax:>5} {p['argmax']:>7} {log_p:>5} {p['log p']:>7}"
-              f"      {would_have_shown(finding.tokens):5.1%}")
-    print("\np-values; argmax and log p also in standard deviations from what the target expects; "
-          "-: too few tokens\nto tell; bins show: a bias from this total-variation distance on")
-    found = [f"p = {p_text(p)} ({test}{'' if name == 'all' else ', ' + name})"
-             for name, finding in findings.items()
-             for test, p in finding.p_values.items() if p < ALPHA]
+        argmax, log_p = (f"{finding.deviations[test]:+.1f}" for test in ("argmax", "log p"))
+        say(f"{name:{width}}{finding.tokens:10,}{p['bins']:>7}{p['pairs']:>7}{p['place']:>7}"
+            f"{p['ids']:>7}{p['next id']:>9}{p['next nth']:>10}{argmax:>6}{p['argmax']:>7}"
+            f"{log_p:>6}{p['log p']:>7}{would_have_shown(finding.tokens):6.0%}")
+    say("", "p-values; argmax and log p also in standard deviations from what the target expects;",
+        "-: too few tokens to tell; show: the bins see a bias from this total variation on")
     whole = findings["all"]
+    impossible = f"{whole.impossible:,} tokens are impossible (probability 0)"
+    found = {impossible: "possible"} if whole.impossible else {}
+    found |= {f"p = {p_text(p)} ({test}{'' if name == 'all' else ', ' + name})": test
+              for name, finding in findings.items()
+              for test, p in finding.p_values.items() if p < ALPHA}
     if whole.near_ties:
-        print(f"{whole.near_ties:,} tokens are outside top-k or top-p by no more than rounding: "
-              "they count as the last ones inside.")
-    if whole.impossible:
-        found.insert(0, f"{whole.impossible:,} tokens are impossible (probability 0)")
+        say(f"{whole.near_ties:,} tokens are outside top-k or top-p by no more than rounding: "
+            "they count as the last ones inside.")
     if found:
-        print(f"FOUND: these texts are not distributed as the target's: {'; '.join(found[:4])}"
-              f"{' ...' if len(found) > 4 else ''}.")
-        if whole.nats < -1:
-            print(f"They are {-whole.nats:.1f} nats a token less likely than the target's own: "
-                  "another tokenizer, checkpoint\nor prompt?")
+        say(f"FOUND: these texts are not distributed as the target's: {'; '.join([*found][:4])}"
+            f"{' ...' if len(found) > 4 else ''}.")
+        say(*likely_causes(whole, set(found.values()), texts, eos))
+    elif math.isnan(whole.p_values["bins"]):
+        say(f"Too few to tell: {whole.tokens:,} tokens, and the bins need 400.")
+        return TOO_FEW
     else:
-        print(f"Nothing found: all p-values are above {ALPHA:g}. In {whole.tokens:,} tokens a bias "
-              f"of {would_have_shown(whole.tokens):.1%} of the\nbins' probability would have "
-              "shown.")
-    print(f"A correct program is called wrong with probability below "
-          f"{len(findings) * len(TESTS) * ALPHA:.0e}.")
-    return bool(found)
+        say(f"Nothing found: all p-values are above {ALPHA:g}. In {whole.tokens:,} tokens the bins "
+            f"would have shown a bias of {would_have_shown(whole.tokens):.1%}",
+            "towards likelier or less likely tokens. Biases that cancel there may be larger.")
+    say("A correct program is called wrong with probability below "
+        f"{2 * len(findings) * len(TESTS) * ALPHA:.0e}.")
+    return FOUND if found else NOTHING
 
 
-def report_greedy(texts: list[Text], gaps: torch.Tensor) -> bool:
+def likely_causes(whole: Finding, failed: set, texts: list[Text], eos) -> list[str]:
+    """Return what else than the engine may explain that these tests `failed`."""
+    repeated = len(texts) - len({(*text.prompt, None, *text.tokens) for text in texts})
+    ends = set(eos if isinstance(eos, list) else [eos])
+    unended = all(ends.isdisjoint([None, *text.tokens]) for text in texts)
+    causes = {
+        "They are far less likely than the target's own: another tokenizer, checkpoint or prompt?":
+            whole.nats < -1 or 10 * whole.impossible > whole.tokens,
+        f"{repeated:,} of {len(texts):,} texts repeat another: had each a seed of its own?":
+            10 * repeated > len(texts),
+        "No text holds an end-of-sequence token: do texts lack the token that ended them?":
+            unended and failed <= {"ids", "next id"}}
+    return [cause for cause, applies in causes.items() if applies]
+
+
+def report_greedy(texts: list[Text], gaps: torch.Tensor) -> int:
     """Report how many tokens of greedy texts are the argmax, and how far the others' logits are
-    from the largest. Returns whether any is farther than rounding explains."""
+    from the largest. Returns the exit status: is any farther than rounding explains?"""
     groups = members(texts)
     width = max(map(len, groups))
-    print(f"\n{'':{width}}    tokens   argmax  near-ties  faults  largest gap of logits")
+    say("", f"{'':{width}}    tokens   argmax  near-ties  faults  largest gap of logits")
     gap, rounding = gaps.T
     for name, chosen in groups.items():
         others = gap[chosen] > 0
         faults = int((gap > rounding)[chosen].sum())
-        print(f"{name:{width}}{len(others):10,} {1 - others.double().mean():8.3%} "
-              f"{int(others.sum()) - faults:10,} {faults:7,}  {gap[chosen].max():.3g}")
+        say(f"{name:{width}}{len(others):10,} {1 - others.double().mean():8.3%} "
+            f"{int(others.sum()) - faults:10,} {faults:7,}  {gap[chosen].max():.3g}")
     faults = int((gap > rounding).sum())
     if faults:
-        print(f"FOUND: {faults:,} tokens are not the target's argmax, by more than rounding "
-              "explains (4 times the model's\nprecision, times the largest logit).")
+        say(f"FOUND: {faults:,} tokens are farther from the target's argmax than rounding takes.")
     else:
-        print("Nothing found: every token is the target's argmax, or as good as that: the gap is "
-              "within rounding.")
-    return faults > 0
+        say("Nothing found: every token is the target's argmax, or as good as that by rounding.")
+    return FOUND if faults else NOTHING
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Audit, and return the exit status: 1 if a bias was found, 2 for a bad file."""
+    """Audit, and return the exit status. That of a failure is `FAILED`: Python's is 1, `FOUND`."""
     args = audit_parser().parse_args(arguments)
+    with suppress(AttributeError):  # a closed output, or a notebook's
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return int(audit_file(args))
-    except UserError as problem:
-        print(problem, file=sys.stderr)
-        return 2
+        return audit_file(args)
+    except Exception as problem:
+        kind = "" if isinstance(problem, UserError) else f"{type(problem).__name__}: "
+        with suppress(OSError):
+            say(f"{kind}{first_line(problem)}", file=sys.stderr)
+        return FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # all is flushed: if that fails once more, Python's exit has another status

@@ -10,8 +10,9 @@ from audit.replay import Replayed, Text, members, precision_of, replay, target_l
 ALPHA = 1e-6          # a p-value below it is significant
 RANDOM = 1952         # seeds the audit's own random numbers, which no engine shares
 NONCENTRALITY = 86    # at which the chi-square over 20 bins is below ALPHA 99 times of a hundred
+EXPECTED = 20         # numbers in a bin: with fewer, p-values below ALPHA are still likelier
 MAX_SKEWNESS = 0.25   # of a sum whose distribution three moments still describe
-TESTS = ("bins", "pairs", "place", "ids", "argmax", "log p")
+TESTS = ("bins", "pairs", "place", "ids", "next id", "next nth", "argmax", "log p")
 
 
 class Finding(NamedTuple):
@@ -19,7 +20,7 @@ class Finding(NamedTuple):
     tokens: int
     impossible: int             # tokens of probability 0
     near_ties: int              # tokens that count as the last ones inside top-k or top-p
-    deviations: list[float]     # of "argmax" and "log p", in standard deviations
+    deviations: dict[str, float]  # of the sums, in standard deviations, by name
     nats: float                 # log-probability of a token, on average, less what is expected
     p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
 
@@ -40,23 +41,30 @@ def audit(told: Replayed) -> Finding:
         place    u in 10 bins, for each range of places in the text: 0, 1-2, 3-6, 7-14, ...
         ids      how many tokens have an id in each sixteenth of the vocabulary; the sum of the
                  probabilities is expected
+        next id  what id stands behind which: how many times more than expected it stood behind the
+                 same id in earlier texts, summed over all tokens; 0 is expected
+        next nth the same of its place in the order of likelihood: the likeliest, the second, ...
         argmax   how many tokens are the target's argmax; the sum of p_max is expected
         log p    the texts' log-likelihood; the sum of p log p over all tokens is expected
 
     The first four are chi-square tests. Their expectations hold *given the past*, so pairs may
-    overlap: what is summed is a martingale, and only what has too few tokens is left out. The ids
-    and the two sums see what hides from bins of u, such as a special case that favours the argmax.
-    The two sums are given in standard deviations; their p-values are two-sided, by a gamma
+    overlap: what is summed is a martingale, and only what has too few tokens is left out. Ids and
+    sums see what hides from bins of u, such as a special case that favours the argmax, or, behind
+    each id, a set of ids of its own. The p-values of the four sums are two-sided, by a gamma
     distribution with the sum's variance and skewness (Pearson's type III; the normal distribution
-    if that is 0). A token of probability 0 has p-value 0.
+    if that is 0). A token of probability 0 has p-value 0, and no part in log p.
 
     Stopping does no harm: a text may end with an end-of-sequence token or at any length, because
-    whether it goes on was settled before the next token was drawn. For the same reason a *group*
-    must be settled before its token is drawn ("the round began with a miss", "third of its round").
-    "Accepted" and "bonus" are not: accepted tokens are likelier than drawn ones, and a correct
-    program would fail.
+    whether it goes on was settled before the next token was drawn. But the token that ended it
+    belongs to it, and a text that was cut off or left out for what it held is missed. For the same
+    reason a *group* must be settled before its token is drawn ("the round began with a miss",
+    "third of its round"). "Accepted" and "bonus" are not: accepted tokens are likelier than drawn
+    ones, and a correct program would fail. Texts must be independent: two of one seed are one.
 
-    False alarms: a correct program fails with probability below 6 ALPHA = 6e-6 per group.
+    False alarms: a correct program fails with probability below 16 ALPHA = 1.6e-5 per group. With
+    small counts p-values below ALPHA come too often: with 20 in each of 10 or 20 bins 1.5 to 1.8
+    times (30,000,000 samples each; with 5 in each 4.5 to 5 times), and in ids, if only one count
+    varies, with variance 40, 6.2 times (computed). So eight tests together stay below 16.
 
     Power: if the u of N tokens have a distribution at total-variation distance d from the uniform
     one, as the bins see it, the chi-square over bins has a non-centrality of at least 4 N d^2
@@ -64,7 +72,8 @@ def audit(told: Replayed) -> Finding:
 
         d = sqrt(86 / (4 N)):   4.6% for 10,000 tokens, 1.5% for 100,000, 0.5% for a million.
 
-    Biases that cancel, token against token, may hide from the bins.
+    Biases that cancel, token against token, may hide from the bins. Those that depend on the id
+    before show in the next ids and their places if that id comes often enough.
     """
     u = told.uniform
     follows = told.place > 0
@@ -73,11 +82,11 @@ def audit(told: Replayed) -> Finding:
         "pairs": evenness(u[follows], given=(10 * told.previous[follows]).long()),
         "place": evenness(u, given=(told.place + 1).double().log2().long()),
         "ids": counts_p_value(told.ids, told.p_ids)}
-    deviations = []
-    for name, surprises in (("argmax", told.argmax), ("log p", told.log_p)):
-        deviation, p_values[name] = sum_p_value(surprises)
-        deviations.append(deviation)
-    nats = float(told.log_p[:, 0].mean())
+    log_p = told.log_p[told.possible]
+    deviations = {}
+    for name, surprises in zip(TESTS[4:], (told.next_id, told.next_nth, told.argmax, log_p)):
+        deviations[name], p_values[name] = sum_p_value(surprises)
+    nats = float(log_p[:, 0].mean())
     impossible = int((~told.possible).sum())
     return Finding(len(u), impossible, int(told.near_tie.sum()), deviations, nats, p_values)
 
@@ -98,12 +107,12 @@ def would_have_shown(tokens: int) -> float:
 
 def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 0) -> float:
     """Return the p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their
-    class `given` `[N]` (0, 1, ...). Classes with fewer than 5 expected in a bin are left out. It is
+    class `given` `[N]` (0, 1, ...). Classes with fewer than `EXPECTED` in a bin are left out. It is
     NaN if all are."""
     cell = given * bins + (numbers * bins).long().clamp(max=bins - 1)
     observed = torch.bincount(cell)
     observed = torch.nn.functional.pad(observed, (0, -len(observed) % bins)).view(-1, bins)
-    observed = observed[observed.sum(1) >= 5 * bins].double()
+    observed = observed[observed.sum(1) >= EXPECTED * bins].double()
     if not len(observed):
         return math.nan
     expected = observed.mean(1, keepdim=True)
@@ -117,7 +126,7 @@ def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
     probabilities `p` `[N, classes]`. `surprises` are 1 for the class it fell into and 0 for others,
     less p. Directions in which the counts hardly vary are left out. It is NaN if all are."""
     variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
-    enough = variance >= 5
+    enough = variance >= 2 * EXPECTED
     if not enough.any():
         return math.nan
     along = (surprises.sum(0) @ directions)[enough]
@@ -149,11 +158,12 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
     """Return the finding of all tokens ("all") and of each group."""
     generator = torch.Generator().manual_seed(RANDOM)
     told = []
+    memory = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
         within = torch.rand(len(text.tokens), generator=generator, dtype=torch.float64)
         tokens = torch.tensor(text.tokens)
         told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device),
-                           precision_of(model)))
+                           memory, text.prompt[-1], precision_of(model)))
     told = Replayed(*(torch.cat(part) for part in zip(*told)))
     return {name: audit(told.where(chosen)) for name, chosen in members(texts).items()}
 

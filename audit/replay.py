@@ -36,6 +36,8 @@ class Replayed(NamedTuple):
     log_p: torch.Tensor     # [N, 3] its log-probability
     ids: torch.Tensor       # [N, RANGES] is its id in this range? Less the probability of that
     p_ids: torch.Tensor     # [N, RANGES] and that probability
+    next_id: torch.Tensor   # [N, 3] has its id followed the id before too often in earlier texts?
+    next_nth: torch.Tensor  # [N, 3] has its rank? See `recall`
     possible: torch.Tensor  # [N] is its probability above 0?
     near_tie: torch.Tensor  # [N] may rounding have taken it across the edge of top-k or top-p?
 
@@ -51,17 +53,35 @@ def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torc
     return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
 
 
+def recall(table: torch.Tensor, row: torch.Tensor, p: torch.Tensor,
+           tokens: torch.Tensor) -> torch.Tensor:
+    """Return the `surprise` `[T, 3]` of what earlier texts have left in a table `[rows, V]`, in the
+    `row` `[T]` of each token: how many times was it written there, less what was expected? Then
+    add these tokens `[T]`, whose distributions are p `[T, V]`."""
+    again = surprise(table[row], p, tokens)
+    table.index_put_((row, tokens), p.new_ones(len(p)), accumulate=True)
+    table.index_add_(0, row, -p)
+    return again
+
+
 def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorList,
-           within: torch.Tensor, precision: float = 0.0) -> Replayed:
+           within: torch.Tensor, memory: list, start: int = 0, precision: float = 0.0) -> Replayed:
     """Compare a text's tokens `[T]` with the target's logits before them, `[T, V]`. `within` `[T]`,
-    uniform in (0, 1), chooses a place in each token's interval. The result is in host memory.
+    uniform in (0, 1), chooses a place in each token's interval. `memory` is an empty list that will
+    hold what `recall` knows of the texts for which it is given; `start` is the id before the first
+    token. If V is large, ids share a row of it. The result is in host memory.
 
     A token that top-k or top-p leaves out counts as the last one that they let in, if they would
     let it in with its logit raised by `rounding` at this `precision`: so it may have been inside in
     the engine."""
     parts = []
-    rows = max(1, PIECE // logits.shape[-1])
-    for piece, token, inside in zip(logits.split(rows), tokens.split(rows), within.split(rows)):
+    vocab_size = logits.shape[-1]
+    rows = max(1, PIECE // vocab_size)
+    if not memory:
+        memory += logits.new_zeros(2, min(rows, vocab_size), vocab_size, dtype=torch.float64)
+    before = torch.cat([tokens.new_tensor([start]), tokens[:-1]]) % len(memory[0])
+    for piece, token, inside, row in zip(*(part.split(rows) for part in
+                                           (logits, tokens, within, before))):
         piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
         p = warpers(None, piece).double().softmax(-1)
         if p.isnan().any():
@@ -74,16 +94,18 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         last = piece.masked_fill(p == 0, torch.inf).argmin(-1)
         token = token.where(~near_tie, last)
         own = p.gather(-1, token[:, None])
-        number = torch.arange(p.shape[-1], device=p.device)
+        number = torch.arange(vocab_size, device=p.device)
         likelier = (p > own) | (p == own) & (number < token[:, None])
         uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
+        next_id = recall(memory[0], row, p, token)
+        next_nth = recall(memory[1], row, p.sort(descending=True).values, likelier.sum(-1))
         is_argmax = (number == p.argmax(-1, keepdim=True)).double()
         log_p = p.clamp(min=1e-300).log()
-        ranges = number * RANGES // len(number)
+        ranges = number * RANGES // vocab_size
         p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
         seen = torch.nn.functional.one_hot(ranges[token], RANGES)
         parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      seen - p_ids, p_ids, own.squeeze(-1) > 0, near_tie))
+                      seen - p_ids, p_ids, next_id, next_nth, own.squeeze(-1) > 0, near_tie))
     uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
     previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
     return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
