@@ -346,9 +346,8 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         heats, _ = sweeps["fan-out"]
         fits = {point.value: fit_shape(bench.count(point, texts)["guess_counts"][PRIMARY])
                 for point in heats}
-        to_predict, to_measure = [
-            [point._replace(changes=point.changes | fits[point.changes["temperature"]])
-             for point in points] for points in sweeps[name]]
+        to_predict = [point._replace(changes=point.changes | fits[point.value])
+                      for point in to_predict]
     if name == "frontier":  # each point at its best K
         to_predict = to_measure = [
             point._replace(changes=at_best_lookahead(bench, point.changes, texts))
@@ -356,12 +355,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
-        drawn = found
-        if name == "shape":  # what else was found is for the table
-            drawn = [f for f in found if (f["budget"], f["batch size"]) == (24, 1)]
-        draw.figure(bench, name, drawn)
+        draw.figure(bench, name, found)
         if found:
-            print_table(name, ("temperature", "budget", "batch size", "counted", *COLUMNS), found)
+            print_table(name, ("value", "counted", *COLUMNS), found)
         for f in found if name == "fan-out" else ():
             a, r = fit_shape(f["guess_counts"][PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
@@ -372,8 +368,6 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
     """Return the points of every figure: those to predict, its lines, and those to measure."""
     warm = {"temperature": settings.temperature or 1.0}  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
-    shapes = [(fan_out, {"fan_out": fan_out, "temperature": heat})
-              for heat in (0.0, 1.0) for fan_out in FAN_OUT_POLICIES]
     sizes = [size for size in SLOWER if size <= num_prompts]
 
     def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
@@ -387,12 +381,9 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
         "timeline": points("temperature", (), (0.0,),
                            ("SD", {"mode": "sd", "lookahead": 5}), ("SSD", {})),
         "fan-out": points("temperature", heats, (), ("random backup", {"backup": "random"})),
-        "shape": [sum(parts, []) for parts in zip(
-            points("temperature", heats, (), *[
-                (fan_out, {"fan_out": fan_out, "backup": backup})
-                for fan_out in FAN_OUT_POLICIES for backup in ("neural", "random")]),
-            points("budget", (4, 8, 12, 48), (), *shapes),
-            points("batch_size", sizes[3:4], sizes[3:4], *shapes))],  # 8, if there are as many
+        "shape": points("temperature", heats, (), *[
+            (fan_out, {"fan_out": fan_out, "backup": backup})
+            for fan_out in FAN_OUT_POLICIES for backup in ("neural", "random")]),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
         "residual": points("temperature", (), ()),
         "batch": points("batch_size", sizes, sizes, *[

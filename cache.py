@@ -66,17 +66,19 @@ def acceptance_distribution(acceptance_rate: float, lookahead: int) -> list[floa
 
 
 def best_fan_out(likelihood: torch.Tensor, right: torch.Tensor, budget: int) -> torch.Tensor:
-    """Return, for each row, the F_0..F_K of sum `budget` that hit most often, `[B, K+1]`.
+    """Return, for each row, the F_0..F_K that hit most often, `[B, K+1]`, of sum `budget`, or of
+    (K+1) n if that is less.
 
     likelihood `[B, K+1]` is P(k accepted). If k tokens are accepted, guess number 1, 2, ... of the
-    bonus token is right with probability right `[B, K+1, n]`, n >= `budget`, each less often than
-    the one before. So the outcome (k, t*) has the product of both as its probability. The `budget`
-    likeliest outcomes are guessed, and F_k is how many of them have this k.
+    bonus token is right with probability right `[B, K+1, n]`, each less often than the one before.
+    So the outcome (k, t*) has the product of both as its probability. The `budget` likeliest
+    outcomes are guessed, and F_k is how many of them have this k.
 
     >>> best_fan_out(torch.tensor([[0.6, 0.4]]), torch.tensor([[[0.5, 0.2], [0.9, 0.1]]]), 2)
     tensor([[1, 1]])
     """
-    likeliest = (likelihood[..., None] * right).flatten(1).topk(budget).indices
+    probability = (likelihood[..., None] * right).flatten(1)
+    likeliest = probability.topk(min(budget, probability.shape[1])).indices
     return one_hot(likeliest // right.shape[-1], likelihood.shape[1]).sum(1)
 
 
@@ -166,9 +168,9 @@ def confident_fan_out(q: torch.Tensor, drafted: torch.Tensor, acceptance_rate: t
     accepted = c + (1 - c) * q_drafted
     likelihood = pad(accepted.cumprod(1), (1, 0), value=1.0) * (1 - pad(accepted, (0, 1)))
     others = q.scatter(-1, drafted[..., None], 0.0)
-    q_bonus = others.topk(min(budget, q.shape[-1])).values / others.sum(-1, keepdim=True)
-    q_bonus = pad(q_bonus.nan_to_num(), (0, budget - q_bonus.shape[-1]))  # 0 / 0: no other
-    right = (q_bonus + power_law(budget, miss_exponent).to(q)) / 2
+    n = min(budget, q.shape[-1])
+    q_bonus = (others.topk(n).values / others.sum(-1, keepdim=True)).nan_to_num()  # 0 / 0: none
+    right = (q_bonus + power_law(n, miss_exponent).to(q)) / 2
     return best_fan_out(likelihood, right, budget)
 
 

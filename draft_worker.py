@@ -142,7 +142,7 @@ class DraftWorker:
             a = torch.tensor(self.plan.acceptance_rates)[speculation.source].to(q)
             fan_out = self.plan.by_round(q, to_device(speculation.tokens, q.device), a,
                                          self.plan.miss_exponent, self.plan.budget).cpu()
-            self.guess_counts.fan_out = fan_out  # for the statistics
+            self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
         return fan_out
 
     # ---- the answer ----

@@ -189,6 +189,7 @@ class Sequences:
         # of each row "eos", "length" (max_new_tokens), "context" or "stop" (by `on_tokens`)
         self.finish_reasons: list[str | None] = [None] * len(prompts)
         self.last_round: list[RowRound] = []  # of the active rows
+        self.failure: BaseException | None = None  # what `on_tokens` raised
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Append the tokens of a round. Returns its outcome, in which finished rows are marked."""
@@ -258,26 +259,23 @@ class Decoder:
         prompts = check_prompts(prompts, context, self.models.vocab_size)
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
-        failure = None
         if self.channel is None or self.placement.rank == 0:
-            failure = self.lead(sequences, on_tokens)
+            self.lead(sequences, on_tokens)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
-        guesses = self.draft.guess_counts.report() if self.draft else ([], {})
-        report = (spans, *guesses)
+        report = (spans, self.draft.guess_counts.report() if self.draft else [])
         self.stats.add(gather(report) if self.channel else [report])
         self.finish_reasons = sequences.finish_reasons
-        if failure:
-            raise failure
+        if sequences.failure:
+            raise sequences.failure
         return sequences.new_tokens
 
-    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> BaseException | None:
-        """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
-        failure = None
+    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
+        """Decode on rank 0, and record and show every round."""
         start = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
         for number, _ in enumerate(rounds):
@@ -289,10 +287,9 @@ class Decoder:
                     if on_tokens(row.row, row.new_tokens, row.source) is False:
                         sequences.stop(row.row)
             except BaseException as problem:  # other ranks are at work: end the batch with them
-                failure = problem
+                sequences.failure = problem
                 for row in range(len(sequences.prompts)):
                     sequences.stop(row)
-        return failure
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
         """Return who drafts for rank 0: another rank, or this process."""

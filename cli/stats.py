@@ -29,18 +29,18 @@ class Stats:
     # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guess_counts: list = field(default_factory=list)  # see `GuessCounts`
+    fan_outs: list = field(default_factory=list)
 
     def __post_init__(self):
         """Rows that another rank has sent are lists."""
         self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
 
-    def add(self, ranks: list[tuple[list, list, dict]]) -> None:
-        """Add, of every rank, the spans of a batch and the `GuessCounts.report` of all so far. In
-        it the mean of shapes that looked at the round stands for the plan's."""
-        for rank, (spans, guess_counts, fan_outs) in enumerate(ranks):
+    def add(self, ranks: list[tuple[list, list]]) -> None:
+        """Add, of every rank, the spans of a batch, and `GuessCounts.report` of all so far."""
+        for rank, (spans, guesses) in enumerate(ranks):
             self.spans += [(rank, *span) for span in spans]
-            self.guess_counts = guess_counts or self.guess_counts
-            self.choices |= fan_outs
+            if guesses:
+                self.guess_counts, self.fan_outs = guesses
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
@@ -68,6 +68,9 @@ class Stats:
         trunk = self.mean_seconds("trunk")
         tree = self.mean_seconds("tree")
         paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
+        budget = sum(self.choices.get("fan_out", []))
+        means = {name: [round(budget * F / sum(total), 1) for F in total] for name, total in
+                 zip(("fan_out", "fan_out_after_backup"), self.fan_outs) if any(total)}
         return {
             "tokens": tokens + sum(len(rows) for _, rows in prefill),
             "seconds": seconds,
@@ -84,7 +87,7 @@ class Stats:
             "prefill_seconds": sum(seconds for seconds, _ in prefill),
             "pace_kept": ratio(sum(passes * in_time for passes, in_time in paced),
                                sum(passes for passes, _ in paced)),
-        } | self.choices
+        } | self.choices | means
 
 
 def choices(plan: Plan, downweight: float) -> dict[str, Any]:

@@ -546,7 +546,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         with clock("verify"):
             now[0] += seconds
             clock.passes += passes
-        stats.add([(clock.read(), [], {})])
+        stats.add([(clock.read(), [])])
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"
@@ -1331,11 +1331,11 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
     bench.settings = BenchSettings(pace=(0, 0), lookahead=2)
     bench.prompts = [[1]]
     with_cache = Stats()
-    with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)], [], {}),
-                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)], [], {})])
+    with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)], []),
+                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)], [])])
     without = Stats()
-    without.add([([("verify", 0.0, 0.5, 1, None)], [], {}),
-                 ([("backup", 0.0, 0.06, 2, None)], [], {})])
+    without.add([([("verify", 0.0, 0.5, 1, None)], []),
+                 ([("backup", 0.0, 0.06, 2, None)], [])])
     decoded = []
 
     def decode(points, texts):

@@ -6,14 +6,14 @@ class GuessCounts:
     """Counts guesses in `table` `[2, K+1, n+1]`: for each source, how often k tokens were accepted
     and the bonus token was the draft's guess number 0 to n-1 or, in the last column, none of them.
     So it tells how often a cache of any other shape would have hit with the same outcomes.
-    `fan_outs` `[2, K+1]` adds up the F_0..F_K of shapes that looked at these rounds."""
+    `fan_outs` `[2, K+1]` adds up the F_0..F_K of all rows and rounds, of shapes that look at the
+    round."""
 
     def __init__(self, lookahead: int, num_guesses: int):
         self.num_guesses = num_guesses
         self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)
         self.fan_outs = torch.zeros(2, lookahead + 1, dtype=torch.long)
         self.last = None  # the guesses of the round under way
-        self.fan_out = None  # and its shape `[B, K+1]`, if that looked at it
 
     def next_round(self, guesses: torch.Tensor, source: torch.Tensor, text: torch.Tensor,
                    length: torch.Tensor) -> None:
@@ -31,13 +31,7 @@ class GuessCounts:
             number = found.long().argmax(1).where(found.any(1), self.num_guesses)
             index = (last_source[active], k[active], number[active])
             self.table.index_put_(index, torch.tensor(1), accumulate=True)
-            if self.fan_out is not None:
-                self.fan_outs.index_add_(0, last_source[active], self.fan_out[active])
 
-    def report(self) -> tuple[list, dict[str, list[float]]]:
-        """Return the `table` and, as --output names them, the means of `fan_outs` after each
-        source, if there are any."""
-        columns = zip(("fan_out", "fan_out_after_backup"), self.fan_outs, self.table)
-        means = {name: [round(F, 1) for F in (total / table.sum()).tolist()]
-                 for name, total, table in columns if total.any()}
-        return self.table.tolist(), means
+    def report(self) -> list[list]:
+        """Return `table` and `fan_outs`."""
+        return [self.table.tolist(), self.fan_outs.tolist()]

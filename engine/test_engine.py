@@ -407,7 +407,7 @@ def test_the_trace_has_all_work_and_the_rounds_of_the_output(tmp_path):
         told = [event["args"] for event in rounds if event["args"]["prompt"] == prompt]
         assert [row["round"] for row in told] == list(range(len(told)))
         tokens = [token for row in told for token in [*row["drafted"][:row["k"]], row["t*"]]]
-        assert tokens[:20] == output["tokens"]
+        assert tokens[:20] == output["tokens"] and sum(row["kept"] for row in told) == 20
         hits = [group == "hit 0" for group in output["group"] if group[-2:] == " 0"]
         assert [row["hit"] for row in told] == hits
         assert [row["source"] == "cache" for row in told] == hits
