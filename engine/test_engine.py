@@ -203,6 +203,7 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
 
 
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
+    logging.set_tqdm_hook(None)  # the audit, tested in the same process, has its own
     load(str(TINY / "draft"), None, torch.float32, "cpu")
     assert not capsys.readouterr().err and not are_progress_bars_disabled()
     with pytest.raises(UserError, match="cannot load"):
