@@ -15,10 +15,11 @@ pytestmark = pytest.mark.slow
 
 
 def with_bodies(body: str, before: str = "") -> str:
-    """cache.py with this body in all functions of exercise 6, and with lines before them."""
+    """cache.py with this body in all functions of exercise 6, and with lines before them. NAME is
+    the function's."""
     source = RIGHT
     for function in EXERCISES["6"]["functions"]:
-        source = replaced(source, function, body)
+        source = replaced(source, function, body.replace("NAME", function))
     return source.replace("import math\n", f"import math\n{before}\n", 1)
 
 
@@ -63,10 +64,12 @@ def test_right_answers_in_unusual_files_get_all_points(marks, monkeypatch, name)
 
 CHEATS = {
     "skips": with_bodies("pytest.skip('1 passed')", "import pytest"),
-    "asks the solution": with_bodies("import solution\nreturn solution.expected_tokens(0.5, 2)"),
+    "asks the solution": with_bodies("given = locals()\nimport solution\n"
+                                     "return solution.NAME(**given)"),
     "loads the program's file": with_bodies(
-        "return {}[name]", "from cli.settings import ROOT\nexec((ROOT / 'cache.py').read_text()"
-        ".replace('from typing', '#').replace('import torch', '#'), globals())"),
+        "return SOLVED['NAME'](**locals())",
+        "from cli.settings import ROOT\nSOLVED = {'__name__': 'solved'}\n"
+        "exec((ROOT / 'cache.py').read_text(), SOLVED)"),
     "looks what is expected": with_bodies("""
 frame = sys._getframe(1)
 while 'expected' not in frame.f_locals:
