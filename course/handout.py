@@ -7,6 +7,7 @@ formula; its body becomes `raise NotImplementedError`. handout.toml lists the ex
 docstrings, and the files; those that would show a solution are kept back till afterwards.
 """
 import ast
+import json
 import re
 import shutil
 import sys
@@ -28,11 +29,17 @@ def missing(number: str) -> str:
     return f'raise NotImplementedError("exercise {number}: {EXERCISES[number]["title"]}")'
 
 
-def replaced(source: str, function: str, body: str) -> str:
-    """The source of a module with another body for a function, or for `Class.function`."""
-    node = ast.parse(source)
+def definition(module: ast.Module, function: str) -> ast.FunctionDef:
+    """Where a module defines a function, or `Class.function`. Raises `StopIteration`."""
+    node = module
     for name in function.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == name)
+    return node
+
+
+def replaced(source: str, function: str, body: str) -> str:
+    """The source of a module with another body for a function, or for `Class.function`."""
+    node = definition(ast.parse(source), function)
     docstring = node.body[0]
     lines = source.splitlines()
     body = textwrap.indent(body.strip("\n"), " " * docstring.col_offset)
@@ -71,6 +78,13 @@ def write(folder: Path, numbers: list[str]) -> None:
         file.write_text(sheet(file.read_text("utf-8"), numbers), "utf-8")
 
 
+def write_expected(folder: Path) -> None:
+    """What the solution says in the tests of the hand-out."""
+    from course import grading  # takes seconds
+    expected = {name: grading.expected(name) for name in grading.TESTS}
+    (folder / "expected.json").write_text(json.dumps(expected), "utf-8")
+
+
 def main() -> None:
     parser = Parser(description="Write the assignment as a folder to hand out.")
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet, or is empty")
@@ -85,6 +99,8 @@ def main() -> None:
         if args.folder.exists() and any(args.folder.iterdir()):
             raise OSError("it is not empty; name a new or empty folder")
         write(args.folder, numbers)
+        if numbers:
+            write_expected(args.folder)
     except OSError as problem:
         raise UserError(f"FOLDER '{args.folder}': {first_line(problem)}") from problem
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding

@@ -2,57 +2,199 @@
 
     python -m course.mark FOLDER... --csv marks.csv
 
-A submission is a folder with the files to hand in. Each exercise is graded in a process of its own,
-with a time-out, and with the solutions of all others. It is the students' code that runs: use a
-sandbox.
+A submission is a folder with the files to hand in. Each exercise is asked in a process of its own,
+with a limit of time and memory, with the solutions of all others, and with other arguments than
+the hand-out's. That process has no solution of the exercise, and only says what comes out; what is
+right is decided here. It is the students' code that runs: use a sandbox.
 """
 import argparse
+import ast
+import codecs
 import csv
+import json
 import os
-import re
-import shutil
+import random
+import signal
+import site
+import stat
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from cli.settings import Parser, open_for_writing
 from cli.text import printable
-from course.handout import EXERCISES, ROOT, missing
+from course.handout import EXERCISES, ROOT, definition, missing, write
 from course.options import run_command
 
+MEGABYTE = 2**20
+MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
+NO_BUSINESS = set(  # what an answer hardly needs
+    "pytest unittest mock inspect os sys io open importlib __import__ builtins __builtins__ gc "
+    "subprocess socket ctypes signal threading multiprocessing eval exec globals _getframe ROOT "
+    "course testing pathlib Path shutil tempfile atexit test_exercises".split())
+ANSWER = """  # what runs with the students' code: a line of JSON for each test
+import functools, importlib.util, json, os, resource, sys
+stage, module, put_back, names, seed, memory = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+try:
+    sys.path.insert(1, stage)  # behind the answer's folder
+    answer = importlib.import_module(module)
+    spec = importlib.util.spec_from_file_location("solved", f"{stage}/{module}.py")
+    solved = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(solved)
+    for function in put_back:
+        *owner, name = function.split(".")
+        given, wanted = (functools.reduce(getattr, owner, part) for part in (solved, answer))
+        setattr(wanted, name, vars(given)[name])
+    import test_exercises
+except BaseException as problem:
+    print(json.dumps(f"{type(problem).__name__}: {problem}"), file=out)
+    names = []
+for test in names:
+    try:
+        said = [each.value for each in test_exercises.exam_of(test, seed)]
+    except BaseException as problem:
+        said = [f"{type(problem).__name__}: {problem}"]
+    print(json.dumps(said), file=out, flush=True)
+out.flush()
+os._exit(0)  # whatever threads the answer left
+"""
 
-def grade(submission: Path, number: str, timeout: float) -> tuple[int, str]:
-    """The points for one exercise, and a remark where there are none."""
-    exercise = EXERCISES[number]
-    file = f"{exercise['module']}.py"
-    put_back = "\n\nimport solution\n"
-    for other in EXERCISES.values():
-        if other["module"] == exercise["module"] and other is not exercise:
-            put_back += "".join(f"{name} = solution.{name}\n" for name in other["functions"])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=",
-               "-m", f"exercise{number}", str(ROOT / "course/grading.py")]
-    with tempfile.TemporaryDirectory() as folder:
-        # an answer is found before its solution
-        environment = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "COLUMNS": "150"}
+
+def read(file: Path) -> bytes:
+    """Return a file that was handed in; one in UTF-16 as UTF-8."""
+    status = file.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MEGABYTE:
+        raise OSError(f"{file.name} is no regular file of at most 1 MB")
+    source = file.read_bytes()
+    if source.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        source = source.decode("utf-16").encode()
+    return source
+
+
+def names_in(source: bytes) -> set[str]:
+    """Return what a module names, in its code and as parts of what it imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "name", "module"):
+            if isinstance(getattr(node, field, None), str):
+                names.update(getattr(node, field).split("."))
+    return names
+
+
+def is_stub(source: bytes, function: str, number: str) -> bool:
+    """Return whether a function's body is still the line that was handed out."""
+    try:
+        body = definition(ast.parse(source), function).body
+    except StopIteration:  # it is written in another way
+        return False
+    stub = ast.unparse(ast.parse(missing(number)))
+    return len(body) <= 2 and ast.unparse(body[-1]) == stub
+
+
+def run(source: bytes, number: str, stage: Path, names: list[str], seed: int,
+        timeout: float) -> tuple[list, bool]:
+    """Return what an answer says in each test, as far as it comes, and whether it was in time."""
+    module = EXERCISES[number]["module"]
+    put_back = [function for other in EXERCISES if other != number
+                for function in EXERCISES[other]["functions"]
+                if EXERCISES[other]["module"] == module]
+    argument = json.dumps([str(stage), module, put_back, names, seed, MEMORY])
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+b") as out:
+        Path(folder, f"{module}.py").write_bytes(source)
+        environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
+        for name in ("PATH", "LD_LIBRARY_PATH"):
+            if name in os.environ:
+                environment[name] = os.environ[name]
+        job = subprocess.Popen([sys.executable, "-c", ANSWER, argument], cwd=folder,
+                               env=environment, stdin=subprocess.DEVNULL, stdout=out,
+                               stderr=subprocess.DEVNULL, start_new_session=True)
         try:
-            answer = (submission / file).read_text("utf-8")
-            if missing(number) in answer:
-                return 0, "not attempted"
-            Path(folder, file).write_text(answer + put_back, "utf-8")
-            shutil.copyfile(ROOT / file, Path(folder, "solution.py"))
-            run = subprocess.run(command, cwd=folder, timeout=timeout, capture_output=True,
-                                 env=environment, text=True, errors="replace")
+            in_time = job.wait(timeout) is not None
         except subprocess.TimeoutExpired:
-            return 0, f"not done after {timeout:g} seconds"
-        except (OSError, ValueError) as problem:
+            in_time = False
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)  # and whatever it started
+            job.wait()
+        out.seek(0)
+        lines = out.read(64 * MEGABYTE).decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines], in_time
+
+
+class Marker:
+    """Grades exercises, all submissions with the same arguments."""
+
+    def __init__(self, numbers: list[str], seed: int, timeout: float, all_or_nothing: bool,
+                 folder: Path):
+        """`folder` is for the programs that answers are tried in, one for each exercise."""
+        from course import grading  # takes seconds
+        from course.exam import failure, stored
+        self.seed = seed
+        self.timeout = timeout
+        self.all_or_nothing = all_or_nothing
+        self.folder = folder
+        self.failure = failure
+        self.said = {number: {} for number in numbers}
+        for name, (number, *_) in grading.TESTS.items():
+            if number in numbers and not name.endswith(grading.PENCIL):  # these are handed out
+                self.said[number][name] = grading.exam_of(name, seed)
+        self.stored = stored
+        for number in numbers:
+            write(folder / number, [number])
+
+    def grade(self, submission: Path, number: str) -> tuple[int, str]:
+        """Return the points for one exercise, and a remark if these are not all."""
+        exercise = EXERCISES[number]
+        tests = self.said[number]
+        try:
+            source = read(submission / f"{exercise['module']}.py")
+            if all(is_stub(source, function, number) for function in exercise["functions"]):
+                return 0, "not attempted"
+            said, in_time = run(source, number, self.folder / number, [*tests], self.seed,
+                                self.timeout)
+        except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
-    if run.returncode == 0 and " passed" in run.stdout:
-        return exercise["points"], ""
-    failure = re.search(r"^(?:FAILED .* - |E +)(\w+: .*)", run.stdout, re.MULTILINE)
-    return 0, failure[1] if failure else "pytest did not come to an end"
+        if said and isinstance(said[0], str):
+            return 0, said[0]
+        faults = [self.fault(tests[name], mine) for name, mine in zip(tests, said)]
+        missing = "the process ended" if in_time else f"not done after {self.timeout:g} seconds"
+        faults += [missing] * (len(tests) - len(faults))
+        passed = faults.count("")
+        if passed == len(tests):
+            return exercise["points"], ""
+        points = 0 if self.all_or_nothing else exercise["points"] * passed // len(tests)
+        return points, f"{passed} of {len(tests)} tests; {max(faults, key=bool)}"
+
+    def fault(self, said: list, mine: list) -> str:
+        """Return the first line of what is wrong, or ""."""
+        try:
+            return self.failure(said, mine, self.stored(said)).split("\n")[0]
+        except Exception as problem:  # the answer's process may have written anything
+            return f"no values: {type(problem).__name__}"
+
+
+def look_at(submission: Path) -> list[str]:
+    """Return a remark on each file that names what no answer needs: the lecturer may look."""
+    remarks = []
+    for module in sorted({exercise["module"] for exercise in EXERCISES.values()}):
+        with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+            names = names_in(read(submission / f"{module}.py"))
+            names -= names_in((ROOT / f"{module}.py").read_bytes())
+            if names & NO_BUSINESS:
+                remarks.append(f"{module}.py names {', '.join(sorted(names & NO_BUSINESS))}")
+    return remarks
+
+
+def cell(text: object) -> str:
+    """Return text that stays in its place of a table on the screen."""
+    return printable(str(text)).replace("\t", "\\t").replace("\n", "\\n")
 
 
 def folder(name: str) -> Path:
@@ -73,21 +215,29 @@ def main() -> None:
     parser.add_argument("--csv", help="write points and remarks to this file")
     parser.add_argument("--timeout", type=seconds, default=120, help="seconds for each exercise")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
+                        help="of the arguments; without it others each time")
+    parser.add_argument("--all-or-nothing", action="store_true",
+                        help="no points for a part of an exercise's tests")
     args = parser.parse_args()
     numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
-    with open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
+          tempfile.TemporaryDirectory() as programs):
         file.reconfigure(newline="", errors="backslashreplace")
-        print(*numbers, "total", "submission", sep="\t")
+        print(f"--seed {args.seed}")
+        print(*numbers, "total", "submission", sep="\t", flush=True)
+        marker = Marker(numbers, args.seed, args.timeout, args.all_or_nothing, Path(programs))
         table = csv.writer(file)
         table.writerow(["submission", *numbers, "total", "remarks"])
         for submission in args.folders:
-            marks = pool.map(partial(grade, submission, timeout=args.timeout), numbers)
-            points, remarks = zip(*marks)
+            points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
             said = [f"{number}: {remark}" for number, remark in zip(numbers, remarks) if remark]
+            said += look_at(submission)
             table.writerow([submission, *points, sum(points), "; ".join(said)])
-            line = [*points, sum(points), "\n\t".join([str(submission), *said])]
-            print(printable("\t".join(map(str, line))), flush=True)
+            print(*points, sum(points), cell(submission), sep="\t")
+            for line in said:
+                print(f"\t{cell(line)}", flush=True)
 
 
 if __name__ == "__main__":

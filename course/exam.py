@@ -1,0 +1,136 @@
+"""What a test asks, what an answer says, and where that is not what is expected.
+
+A test is a function of an `Exam`, which draws arguments, calls functions and notes values. With the
+same seed all answers are asked the same. The values are numbers or text, so that they can be kept
+in a file, or compared in a process that the answer has no part in.
+"""
+import inspect
+import itertools
+import math
+import random
+import traceback
+from typing import Callable, NamedTuple
+
+import torch
+
+
+class Said(NamedTuple):
+    """A value that an answer gave."""
+    hint: str | Callable    # what was asked; or a function of your value and the expected one
+    arguments: str
+    value: object           # numbers, text, or lists of them
+    near: float             # how near it must be
+    right: Callable | None  # of your value: what is expected, if that is not the solution's
+
+
+class Exam(random.Random):
+    """Draws the arguments of a test, the same on every machine, and notes what is said."""
+
+    def __init__(self, test: str, hint: str, seed: int):
+        super().__init__(f"{seed} {test}")
+        self.hint = f"{test}: {hint}"
+        self.arguments = "none yet"
+        self.said: list[Said] = []
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        numbers = [self.random() for _ in range(math.prod(shape))]
+        return torch.tensor(numbers, dtype=torch.float64).view(shape)
+
+    def integers(self, below: int, *shape: int) -> torch.Tensor:
+        return (below * self.numbers(*shape)).long()
+
+    def distributions(self, *shape: int, steepest=30) -> torch.Tensor:
+        """Some nearly uniform, others with probabilities down to e^-steepest; a quarter is 0."""
+        scale = torch.tensor([0.5, 5, steepest])[self.integers(3, *shape[:-1], 1)]
+        weights = torch.exp(-scale * self.numbers(*shape)) * (self.numbers(*shape) < 0.75)
+        weights.scatter_(-1, self.integers(shape[-1], *shape[:-1], 1), 1.0)
+        return weights / weights.sum(-1, keepdim=True)
+
+    def call(self, function: Callable, *arguments):
+        """Call a function, which must leave its arguments as they are."""
+        names = inspect.signature(function).parameters
+        self.arguments = "\n            ".join(
+            f"{name} = {value}" for name, value in zip(names, arguments))
+        before = leaves(arguments)
+        result = function(*arguments)
+        if not same(before, leaves(arguments)):
+            raise AssertionError("it changes its arguments")
+        return result
+
+    def says(self, part: str | Callable, value, near: float = 1e-6, right=None) -> None:
+        """Note a value; `part` says of what it is, before the hint."""
+        def hint(mine, wanted, test=self.hint):
+            return f"{part if isinstance(part, str) else part(mine, wanted)}{test}"
+        self.said.append(Said(hint, self.arguments, plain(value), near, right))
+
+
+def leaves(value) -> list:
+    """Copies of the tensors in nested lists and tuples, and all else that is in them."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [value.clone() if isinstance(value, torch.Tensor) else value]
+
+
+def same(these: list, others: list) -> bool:
+    return len(these) == len(others) and all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(these, others))
+
+
+def plain(value):
+    """A value as JSON has it. What stands for each of many tokens is summed in 16 parts."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # no numbers
+        return str(value)
+    large = tensor.shape[-1:] > (1000,)
+    return (tensor.unflatten(-1, (16, -1)).sum(-1) if large else tensor).tolist()
+
+
+def agree(yours, expected, near: float) -> bool:
+    """Equal shapes, integers where integers are expected, and numbers as equal as rounding leaves
+    them."""
+    try:
+        numbers = [torch.as_tensor(each, dtype=torch.float64) for each in (yours, expected)]
+        torch.testing.assert_close(*numbers, rtol=1e-6, atol=near)
+        return is_real(expected) or not is_real(yours)
+    except (AssertionError, TypeError, ValueError, RuntimeError):  # or no numbers
+        return isinstance(expected, str) and yours == expected
+
+
+def is_real(numbers) -> bool:
+    return torch.as_tensor(numbers).is_floating_point()
+
+
+def shown(value) -> str:
+    """A value; of a long one the tensor, of which few numbers are printed."""
+    return str(torch.tensor(value) if isinstance(value, list) and len(str(value)) > 300 else value)
+
+
+def failure(said: list[Said], yours: list, expected: list) -> str:
+    """Where your values first differ from what is expected, or "" if nowhere."""
+    for asked, mine, right in itertools.zip_longest(said, yours, expected):
+        if asked is None or mine is None:
+            return "it ended too early"
+        if asked.right and not isinstance(mine, str):
+            right = asked.right(mine)
+        if not agree(mine, right, asked.near):
+            hint = asked.hint("" if isinstance(mine, str) else mine, right)
+            return (f"{hint}\n  yours     {shown(mine)}\n  expected  {shown(right)}\n"
+                    f"  arguments {asked.arguments}")
+    return ""
+
+
+def answers(ask: Callable[[Exam], None], exam: Exam) -> list[Said]:
+    """What the functions of this process say, up to an exception."""
+    try:
+        ask(exam)
+    except Exception as problem:
+        place = traceback.extract_tb(problem.__traceback__)[-1]
+        exam.says("", f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})")
+    return exam.said
+
+
+def stored(said: list[Said]) -> list:
+    """The values that a later answer is compared with."""
+    return [None if each.right else each.value for each in said]

@@ -1,0 +1,97 @@
+"""Slow motion: rounds are shown whole, and in which words."""
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from cli.job import Job
+from cli.settings import Settings, parse
+from course import explain
+from course.handout import ROOT
+from course.options import ExplainSettings
+
+
+@pytest.fixture(scope="module")
+def models():
+    return Job(ExplainSettings(device="cpu")).load()
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+
+
+TWO = ("def f(x):", "import os\nimport sys\n\n\ndef main(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    dict(rounds=1), dict(rounds=2, temperature=1.0, downweight=0.5, budget=7),
+    dict(rounds=2, temperature=0.7, prompt=TWO, backup="lookup", seed=3)])
+def test_slow_motion_shows_a_hit_or_a_miss_of_every_row_in_every_round(
+        capsys, one_thread, models, flags):
+    settings = ExplainSettings(**dict(prompt=("def f(x):",)) | flags)
+    explain.Narrator(Job(settings), models).tell_all()
+    shown = capsys.readouterr().out
+    rows = len(settings.prompt) * (settings.rounds + 1)
+    assert shown.count("HIT") + shown.count("MISS") == rows == shown.count("-->")
+    assert shown.count("not guessed") == shown.count("MISS")
+    assert max(map(len, shown.splitlines())) <= 100
+    assert ("with u = " in shown) == (settings.temperature > 0)
+
+
+@pytest.mark.slow
+def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
+    def slow_motion(*flags: str) -> str:
+        settings = parse(ExplainSettings, ["--prompt", "def f(x):", "--rounds", "1", *flags])
+        explain.Narrator(Job(settings), models).tell_all()
+        return capsys.readouterr().out
+
+    plain = slow_motion()
+    assert plain.index("def f(x):") < plain.index("round 0")
+    for part in ("F_k", "P(k)", "a = 0.80", "r = 1.00", "accepted | bonus t*"):
+        assert part in plain
+    assert "\033[" not in plain and "\033[" in slow_motion("--color")
+    [shape] = re.findall(r"F_k of this round: (.*)", slow_motion("--fan-out", "confident"))
+    assert sum(json.loads(shape)) == Settings().budget and "F_k of this round" not in plain
+    drawn = slow_motion("--temperature", "1")
+    assert "p / sent" not in plain and "q   sent      u" in drawn and "by token id" in drawn
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert slow_motion("--pause").count("Enter") == 1
+    rounds = slow_motion("--prompt", "x = 1\n" * 124, "--rounds", "200").count("\nround ")
+    assert 2 < rounds < 20  # until the context of 512 tokens is full
+
+
+@pytest.mark.slow
+def test_the_sheet_shows_what_slow_motion_prints(capsys, one_thread, models):
+    """Its example, to the character but for the digits of q, which are rounded."""
+    sheet = (ROOT / "course/SHEET.md").read_text("utf-8")
+    example = re.search(r"```\n(round 0.*?)```", sheet, re.DOTALL)[1]
+    command = re.search(r"    python -m course.explain (.*)", sheet)[1]
+    explain.Narrator(Job(parse(ExplainSettings, shlex.split(command))), models).tell_all()
+    shown, example = [re.sub(r"0\.\d{3}", "q", text)
+                      for text in (capsys.readouterr().out, example)]
+    assert f"\n\n{example}\ntext\n" in shown
+
+
+def test_the_lecturer_has_the_counts_of_the_figure():
+    """The table under "Why use C at all?"."""
+    text = (ROOT / "course/LECTURER.md").read_text("utf-8")
+    found = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
+    for name in ("C", "hit_rate", "acceptance_rate", "tokens_per_round", "tokens a verification"):
+        form = "g" if name == "C" else ".2f"
+        numbers = [f"{f[name]:{form}}" for f in found
+                   if f["sweep"] == "downweight" and f["counted"]]
+        assert f"| {' | '.join(numbers)} |" in text, name
+
+
+def test_help_is_there_at_once(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('this would take seconds')")
+    run = subprocess.run([sys.executable, "-m", "course.explain", "--help"], cwd=ROOT, text=True,
+                         capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 0 and "--pause" in run.stdout and "--color" in run.stdout

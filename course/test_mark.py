@@ -1,0 +1,184 @@
+"""Marking: right answers in unusual files get all points; copied numbers and cheats get none."""
+import csv
+import os
+import re
+import sys
+
+import pytest
+
+from course import grading, mark
+from course.handout import EXERCISES, ROOT, missing, replaced
+
+RIGHT = (ROOT / "cache.py").read_text("utf-8")
+ANSWER = "    return sum(acceptance_rate"  # the first of exercise 6
+pytestmark = pytest.mark.slow
+
+
+def with_bodies(body: str, before: str = "") -> str:
+    """cache.py with this body in all functions of exercise 6, and with lines before them. NAME is
+    the function's."""
+    source = RIGHT
+    for function in EXERCISES["6"]["functions"]:
+        source = replaced(source, function, body.replace("NAME", function))
+    return source.replace("import math\n", f"import math\n{before}\n", 1)
+
+
+@pytest.fixture(scope="module")
+def marker(tmp_path_factory):
+    return mark.Marker(["6"], 1, 60, False, tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture
+def marks(marker, tmp_path):
+    """The points of exercise 6, and the remark, for a file cache.py."""
+    def grade(source: str | bytes) -> tuple[int, str]:
+        data = source if isinstance(source, bytes) else source.encode()
+        (tmp_path / "cache.py").write_bytes(data)
+        return marker.grade(tmp_path, "6")
+    return grade
+
+
+UNUSUAL = {
+    "the stub as a comment": RIGHT.replace(ANSWER, f"    # {missing('6')}\n{ANSWER}"),
+    "the stub below the answer": re.sub(f"({re.escape(ANSWER)}.*)", rf"\1\n    {missing('6')}",
+                                        RIGHT),
+    "a helper called solution": RIGHT.replace("return sum(acc", "return solution(acc")
+    + "\n\ndef solution(terms):\n    return sum(terms)\n",
+    "latin-1": ("# coding: latin-1\n# \xe9\n" + RIGHT).encode("latin-1"),
+    "UTF-16": RIGHT.encode("utf-16"),
+    "a thread, a child and noise": f"""{RIGHT}
+import os, subprocess, threading, time
+print('noise')
+os.write(1, b'more')
+threading.Thread(target=time.sleep, args=[99]).start()
+subprocess.Popen(['sleep', '99'])
+"""}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_right_answers_in_unusual_files_get_all_points(marks, monkeypatch, name):
+    for variable, value in (("PYTEST_ADDOPTS", "-q"), ("FORCE_COLOR", "1"), ("PY_COLORS", "1")):
+        monkeypatch.setenv(variable, value)
+    assert marks(UNUSUAL[name]) == (10, "")
+
+
+CHEATS = {
+    "skips": with_bodies("pytest.skip('1 passed')", "import pytest"),
+    "asks the solution": with_bodies("given = locals()\nimport solution\n"
+                                     "return solution.NAME(**given)"),
+    "loads the program's file": with_bodies(
+        "return SOLVED['NAME'](**locals())",
+        "from cli.settings import ROOT\nSOLVED = {'__name__': 'solved'}\n"
+        "exec((ROOT / 'cache.py').read_text(), SOLVED)"),
+    "looks what is expected": with_bodies("""
+frame = sys._getframe(1)
+while 'expected' not in frame.f_locals:
+    frame = frame.f_back
+return frame.f_locals['expected']""", "import sys"),
+    "lets everything be equal": with_bodies(
+        "return 1.0", "import torch.testing\ntorch.testing.assert_close = lambda *a, **k: None"),
+    "ends at once": with_bodies(
+        "return 1.0", "import os\nfor fd in range(9):\n    try: os.write(fd, b'9 passed')\n"
+        "    except OSError: pass\nos._exit(0)")}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_cheats_get_no_points(marks, name, tmp_path):
+    points, remark = marks(CHEATS[name])
+    assert points == 0 and remark
+    looked = mark.look_at(tmp_path)
+    assert looked == [] if name in ("asks the solution",) else "cache.py names" in looked[0]
+
+
+def test_handed_out_numbers_earn_nothing(marks, monkeypatch):
+    """A table of all that the hand-out's tests of exercise 6 ask and expect."""
+    table = {}
+
+    def recording(name, function):
+        def record(*arguments):
+            table[name, arguments] = function(*arguments)
+            return table[name, arguments]
+        record.__signature__ = grading.inspect.signature(function)
+        return record
+    for name in EXERCISES["6"]["functions"]:
+        monkeypatch.setitem(grading.FUNCTIONS, name, recording(name, grading.FUNCTIONS[name]))
+    for name, (exercise, *_) in grading.TESTS.items():
+        if exercise == "6":
+            grading.exam_of(name, grading.SEED)
+    assert len(table) > 100
+    source = RIGHT
+    for name in EXERCISES["6"]["functions"]:
+        names = ", ".join(grading.inspect.signature(grading.FUNCTIONS[name]).parameters)
+        source = replaced(source, name, f"""
+for given in ({names}), ({names})[:-1]:  # without the default
+    if ('{name}', given) in TABLE:
+        return TABLE['{name}', given]
+return 0.0""")
+    points, _ = marks(source + f"\ninf = math.inf\nTABLE = {table}\n")
+    assert points <= 1
+    with monkeypatch.context() as patch:  # and at home all tests pass
+        namespace = {}
+        exec(compile(source + f"\ninf = math.inf\nTABLE = {table}\n", "cache", "exec"), namespace)
+        for name in EXERCISES["6"]["functions"]:
+            patch.setitem(grading.FUNCTIONS, name, namespace[name])
+        for name, (exercise, *_) in grading.TESTS.items():
+            if exercise == "6":
+                assert [each.value for each in grading.exam_of(name, grading.SEED)]
+
+
+def test_part_of_the_points(marks, marker, tmp_path):
+    wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
+    assert marks(wrong)[0] in (8, 9) and "p_hit of 0" in marks(wrong)[1]
+    marker.all_or_nothing = True
+    assert marks(wrong)[0] == 0
+    marker.all_or_nothing = False
+
+
+def test_what_is_no_small_file_is_not_read(marker, tmp_path):
+    os.mkfifo(tmp_path / "cache.py")
+    assert marker.grade(tmp_path, "6") == (
+        0, "OSError: cache.py is no regular file of at most 1 MB")
+    os.remove(tmp_path / "cache.py")
+    (tmp_path / "cache.py").symlink_to("/dev/zero")
+    assert "no regular file" in marker.grade(tmp_path, "6")[1]
+
+
+def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    inside = with_bodies("return 1.0", "import os\nassert 'HF_TOKEN' not in os.environ, 'seen'")
+    assert "of 12 tests" in marks(inside)[1]
+    assert "emory" in marks(with_bodies("return 1.0", f"x = bytearray({mark.MEMORY})"))[1]
+    monkeypatch.setattr(marker, "timeout", 20)
+    assert marks(with_bodies("while True: pass")) == (
+        0, "0 of 12 tests; not done after 20 seconds")
+
+
+def test_the_table(tmp_path, monkeypatch, capsys):
+    """Answers that are right, missing, unreadable, and in a folder whose name is two columns."""
+    answers = {"right": RIGHT, "none": with_bodies(missing("6")), "syntax": "def f(:",
+               "eve\n10\t10\tbob": with_bodies("raise ValueError('\\x1b[2J')")}
+    for name, module in answers.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cache.py").write_text(module)
+    (tmp_path / "gone").mkdir()
+    folders = [str(tmp_path / name) for name in (*answers, "gone")]
+    monkeypatch.setattr(sys, "argv", ["mark.py", *folders, "--csv", str(tmp_path / "marks.csv"),
+                                      "--only", "6", "--seed", "7"])
+    mark.main()
+    rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
+    assert rows[0] == ["submission", "6", "total", "remarks"]
+    assert [row[1:3] for row in rows[1:]] == [["10", "10"]] + [["0", "0"]] * 4
+    assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "SyntaxError" in rows[3][3]
+    assert "FileNotFoundError" in rows[5][3]
+    shown = capsys.readouterr().out
+    assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n10\t10\t")
+    assert r"eve\n10\t10\tbob" in shown and "\x1b" not in shown
+
+
+def test_a_colon_in_the_path_of_the_program(tmp_path, monkeypatch):
+    monkeypatch.setattr(mark.tempfile, "tempdir", str(tmp_path / "13:45 x"))
+    (tmp_path / "13:45 x").mkdir()
+    (tmp_path / "cache.py").write_text(RIGHT)
+    (tmp_path / "13:45 x/programs").mkdir()
+    marker = mark.Marker(["6"], 1, 60, False, tmp_path / "13:45 x/programs")
+    assert marker.grade(tmp_path, "6") == (10, "")
