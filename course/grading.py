@@ -302,8 +302,8 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), temperature=1
                   [work.count("trunk"), draft.trunk_pass.call_count, work.count("tree")])
         exam.says("text and length stay; ", same(before, (draft.text, draft.length)))
         exam.says("the fan-outs do not change; ", draft.plan.fan_out == shapes)
-        exam.says("the width of q: V, or 0 if greedy; and K tokens in every branch; ",
-                  [cached.q.shape[-1], cached.q.shape[-2], cached.tokens.shape[-1]])
+        exam.says("q: [..., K, V], V = 0 if greedy; K tokens a branch; 0, as they are whole; ",
+                  [*cached.q.shape[-2:], cached.tokens.shape[-1], int(is_real(cached.tokens))])
         for row, source in enumerate(in_flight.source):
             pairs = torch.stack([part[row] for part in cached.guesses], -1).tolist()
             guessed = sorted((k, bonus, n) for n, (k, bonus) in enumerate(pairs) if k != NO_OUTCOME)
