@@ -188,7 +188,7 @@ def test_theory_is_that_of_the_program():
     settings = [dict(c=draw.uniform(0.01, 1), a=draw.uniform(0.05, 0.99), r=draw.uniform(0.1, 3),
                      K=draw.randint(1, 16), budget=draw.randint(0, 96), b=draw.randint(1, 64),
                      backup=draw.choice(["neural", "random"])) for _ in range(200)]
-    settings += [dict(c=0.1, a=0.5, r=1.0, K=K, budget=budget, b=1, backup="neural")  # ties
+    settings += [dict(c=0.1, a=0.55, r=1.0, K=K, budget=budget, b=1, backup="neural")
                  for K in (1, 2, 3, 7) for budget in range(12)]
     context = browser()
     for given in settings:
