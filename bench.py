@@ -38,7 +38,7 @@ from cli.stats import Stats, theorem_7
 from engine.errors import UserError
 from engine.model import CausalLM
 from figures import draw
-from figures.counts import counted_hit_rate, fit_shape
+from figures.guesses import counted_hit_rate, fit_shape
 from saguaro import Decoder, batches_of, plan, warm_up, workers
 from sampling import Sampler
 

@@ -71,7 +71,7 @@ from draft_worker import DraftWorker
 from engine.counts import GuessCounts
 from engine.model import CausalLM
 from engine.noise import UniformStream
-from figures.counts import (
+from figures.guesses import (
     counted_acceptance_rate,
     counted_hit_rate,
     counted_miss_rates,

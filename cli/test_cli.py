@@ -995,6 +995,12 @@ def test_a_terminal_without_colours_gets_none(monkeypatch):
 PICKLES = r"_object(_list)?\(|import pickle|pickle\.|torch\.load\("
 
 
+def test_no_two_files_have_one_name():
+    """`pytest .`, with which editors find tests, imports each file by its name."""
+    names = [file.stem for file in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py"))]
+    assert {name for name in names if names.count(name) > 1} <= {"__main__"}
+
+
 def test_nothing_that_comes_from_elsewhere_is_run_as_a_program():
     for file in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")):
         if not file.name.startswith("test_"):
