@@ -8,8 +8,8 @@ no GPU. Speed is that of decoding, without prefill.
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
 counts and three times, which are the pace's, or those of a few texts. It measures its speed. In the
-figures lines are predicted, and points are measured. `growth` decodes nothing: it times passes of
-random weights.
+figures lines are predicted (those of rates are counted), and points are measured. `growth` decodes
+nothing: it times passes of random weights.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch

@@ -93,14 +93,13 @@ class Display:
     def end_batch(self, new_tokens: list[list[int]], finish_reasons: list[str]) -> None:
         """Write the texts to the file and, if they were not streamed, to the screen."""
         for row, (tokens, reason) in enumerate(zip(new_tokens, finish_reasons)):
-            fields = self.job.rows[self.num_texts].items()
+            fields = dict(self.job.rows[self.num_texts])
+            for name in ("settings", "statistics"):  # they have lines of their own
+                fields.pop(name, None)
             prompt = self.job.texts[self.num_texts]
             prompt_tokens = self.job.prompts[self.num_texts]
             self.num_texts += 1
             text = "".join(text_pieces(self.job.tokenizer, prompt_tokens, tokens))
-            # these two are lines of their own
-            fields = {name: value for name, value in fields
-                      if name not in ("settings", "statistics")}
             write_line(self.output, fields | {
                 "prompt": prompt, "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
                 "finish_reason": reason, "group": self.groups.pop(row)})

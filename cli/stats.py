@@ -28,8 +28,8 @@ class Stats:
     log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
     # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
-    guess_counts: list = field(default_factory=list)  # see `GuessCounts`
-    fan_outs: list = field(default_factory=list)
+    guess_counts: list = field(default_factory=list)  # the `table` of `GuessCounts`,
+    fan_outs: list = field(default_factory=list)      # and its `fan_outs`
 
     def __post_init__(self):
         """Rows that another rank has sent are lists."""
