@@ -210,7 +210,7 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     taken to be right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
     counts = {name: stats.summary()[name] for name in names}
-    counts["guess_counts"] = torch.tensor(stats.guess_counts)
+    counts["guess_counts"] = torch.tensor(stats.guesses[0])
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)
         table[0, 0] += sum(len(rows) for number, *_, rows in stats.log if number == 0)
@@ -230,7 +230,7 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
     parts = stats.summary() | {
         "T_v in ms": 1000 * stats.mean_seconds("verify") / slower,
         "spans": [span[1:4] for span in stats.spans],
-        "guess_counts": torch.tensor(stats.guess_counts)}
+        "guess_counts": torch.tensor(stats.guesses[0])}
     return row(point, settings, parts, slower * tokens / seconds)
 
 

@@ -222,8 +222,7 @@ def neural_backup(draft: DraftWorker) -> Drafted:
     """Draft with the draft model, a pass for each token. The first pass reads the last two verified
     tokens. The first of them is s_K if all were accepted, and with a budget of 0 no trunk pass has
     read s_K, so its KV is missing."""
-    rows = len(draft.text)
-    uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, rows)
+    uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, len(draft.text))
     uniforms = to_device(uniforms, draft.model.device)
     start = (draft.length - 2).clamp(min=0)  # a row that finished at once may have one token
     tokens = draft.text.gather(1, start[:, None] + torch.arange(2))

@@ -41,7 +41,7 @@ from cli.screen import Display
 from cli.settings import Settings
 from cli.stats import RowRound, Stats, choices
 from draft_worker import BACKUPS, DraftWorker, Plan
-from engine.errors import UserError
+from engine.errors import UserError, reported_as
 from engine.model import to_device
 from sampling import Sampler
 from target_worker import TargetWorker
@@ -106,14 +106,12 @@ class Channel:
     target. Outcomes decide what Python does next, so they travel between host memories, in the
     default group. Speculations feed the models, so they travel from device to device."""
 
-    def __init__(self, placement: Placement, lookahead: int, q_width: int, q_dtype: torch.dtype):
-        """`q_width` is the width of every q, V or 0."""
+    def __init__(self, placement: Placement, lookahead: int, q_template: torch.Tensor):
+        """`q_template` has the width of every q, V or 0, its type, and the device of messages."""
         self.draft_rank = placement.draft_rank
         self.group = placement.world_group
-        self.device = placement.channel_device
         self.lookahead = lookahead
-        self.q_width = q_width
-        self.q_dtype = q_dtype
+        self.q_template = q_template
 
     def send_outcome(self, outcome: Outcome) -> None:
         """Rank 0 tells all ranks the outcome, `[B, 2]`: k and t*."""
@@ -128,15 +126,15 @@ class Channel:
         """Tell all ranks, as the one that drafts, source and tokens, `[B, 1 + K]`, and then their
         q, `[B, K, V]`. A q without numbers is not sent: of greedy drafts, or with K = 0."""
         source = to_device(speculation.source[:, None], speculation.tokens.device)
-        message = torch.cat([source, speculation.tokens], 1).to(self.device)
+        message = torch.cat([source, speculation.tokens], 1).to(self.q_template.device)
         dist.broadcast(message, self.draft_rank, self.group)
         if speculation.q.numel():
-            dist.broadcast(speculation.q.to(self.device, self.q_dtype), self.draft_rank, self.group)
+            dist.broadcast(speculation.q.to(self.q_template), self.draft_rank, self.group)
 
     def receive_speculation(self, rows: int) -> Speculation:
-        message = torch.empty(rows, 1 + self.lookahead, dtype=torch.long, device=self.device)
+        message = self.q_template.new_empty(rows, 1 + self.lookahead, dtype=torch.long)
         dist.broadcast(message, self.draft_rank, self.group)
-        q = torch.empty(rows, self.lookahead, self.q_width, dtype=self.q_dtype, device=self.device)
+        q = self.q_template.new_empty(rows, self.lookahead, len(self.q_template))
         if q.numel():
             dist.broadcast(q, self.draft_rank, self.group)
         return Speculation(message[:, 1:], q, message[:, 0])
@@ -237,9 +235,10 @@ class Decoder:
         self.target, self.draft = workers(settings, models)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
-            q_width = models.vocab_size if settings.temperature else 0
-            q_dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            self.channel = Channel(self.placement, self.lookahead, q_width, q_dtype)
+            width = models.vocab_size if settings.temperature else 0
+            dtype = torch.float64 if settings.dtype == "float64" else torch.float32
+            q_template = torch.empty(width, dtype=dtype, device=self.placement.channel_device)
+            self.channel = Channel(self.placement, self.lookahead, q_template)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         stops_at_eos = models.target is not None and not settings.ignore_eos
@@ -332,11 +331,9 @@ def plan(settings: Settings) -> Plan:
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
     """Return F_0..F_K as --fan-out says; all are 0 in sd, where nothing is prepared."""
-    try:
+    with reported_as(f"--fan-out {settings.fan_out}", ValueError):
         shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
                               acceptance_rate, settings.miss_exponent)
-    except ValueError as problem:
-        raise UserError(f"--fan-out {settings.fan_out}: {problem}") from problem
     return [0] * len(shape) if settings.mode == "sd" else shape
 
 

@@ -15,12 +15,10 @@ bias, too.
 Exit status: 0 nothing found, 1 found, 2 a bad file or a failure, 3 too few tokens to tell.
 """
 import argparse
-import json
 import math
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -28,7 +26,8 @@ from transformers.utils import logging
 
 from audit.evidence import ALPHA, TESTS, Finding, audit_groups, p_text, would_have_shown
 from audit.replay import Text, greedy_gaps, members, warpers_of
-from engine.errors import UserError, first_line
+from engine.errors import UserError, first_line, reported_as
+from engine.files import read_json_lines
 
 DEFAULTS = dict(target=None, temperature=None, top_k=0, top_p=1.0, dtype="auto")
 NOTHING, FOUND, FAILED, TOO_FEW = range(4)  # exit statuses
@@ -65,10 +64,8 @@ def audit_file(args: argparse.Namespace) -> int:
     context = getattr(config, "max_position_embeddings", None) or math.inf
     texts = []
     for number, row in rows:
-        try:
+        with reported_as(f"{args.file}, line {number}", UserError):
             texts.append(check_text(row, tokenizer, config.vocab_size, context))
-        except UserError as problem:
-            raise UserError(f"{args.file}, line {number}: {problem}") from None
     texts = [text for text in texts if text.tokens]
     if not texts:
         raise UserError(f"{args.file} holds no tokens")
@@ -85,22 +82,9 @@ def audit_file(args: argparse.Namespace) -> int:
 
 def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
     """Read the settings of the first line, if it holds any, and the lines with texts, numbered."""
-    try:
-        lines = Path(path).read_text("utf-8-sig").split("\n")
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{path}: {first_line(problem)}") from problem
     settings = {}
     texts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: not a JSON object; a text is a line such as "
-                            '{"prompt_tokens": [1, 2], "tokens": [3, 4, 5]}')
+    for number, row in read_json_lines(path, path):
         if "tokens" in row and row.keys() & {"settings", "statistics"}:
             raise UserError(f"{path}, line {number}: a text, and settings or statistics: these "
                             "have lines of their own")
@@ -118,10 +102,8 @@ def check_text(row: dict, tokenizer, vocab_size: int, context: float) -> Text:
         if tokenizer is None:
             raise UserError("a prompt in letters, and the target has no tokenizer: write the "
                             "token ids that the engine read, as prompt_tokens")
-        try:
+        with reported_as("the tokenizer cannot read it", TypeError):  # half a character
             prompt = tokenizer(row["prompt"])["input_ids"]
-        except TypeError as problem:  # half a character
-            raise UserError(f"the tokenizer cannot read it: {first_line(problem)}") from None
     tokens = row.get("tokens")
     group = row.get("group") or []
     for name, ids in (("prompt_tokens (or prompt)", prompt), ("tokens", tokens)):
@@ -148,13 +130,11 @@ def load_target(path: str, dtype: str, device: str):
     if dtype == "auto":
         dtype = "bfloat16" if device != "cpu" and torch.cuda.is_available() else "float32"
     logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
-    try:
+    with reported_as(f"--target {path}"):
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), device_map=device, trust_remote_code=False)
         if model.device.type == "meta":
             raise ValueError("on the device meta there are no weights")
-    except Exception as problem:  # a damaged file raises what its reader pleases
-        raise UserError(f"--target {path}: {first_line(problem)}") from problem
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception:  # only prompts in letters need one

@@ -13,7 +13,7 @@ from cli.settings import DecodingSettings, read_prompts
 from cli.text import printable
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
 from engine.model import CausalLM, context_length, load
 from engine.tensor_parallel import check_shardable, split
 
@@ -91,8 +91,7 @@ class Job:
         return Models(target, draft, self.context, self.vocab_size, self.max_length, placement)
 
     def load_draft(self) -> CausalLM:
-        settings = self.settings
-        model = load(settings.draft, self.draft_config, self.dtype, self.placement.device)
+        model = load(self.settings.draft, self.draft_config, self.dtype, self.placement.device)
         return self.ready(CausalLM(model, self.vocab_size))
 
     def ready(self, model: CausalLM) -> CausalLM:
@@ -115,20 +114,18 @@ class Job:
 
 def open_model(flag: str, path: str):
     """Read the configuration and tokenizer of a checkpoint, and nothing big."""
-    try:
+    with reported_as(f"{flag} {path} cannot be read, neither as a folder with a model and its "
+                     "tokenizer nor from the Hugging Face Hub"):
         return (AutoConfig.from_pretrained(path, trust_remote_code=False),
                 AutoTokenizer.from_pretrained(path, trust_remote_code=False))
-    except Exception as problem:  # a damaged file raises what its reader pleases
-        raise UserError(f"{flag} {path} cannot be read, neither as a folder with a model and its "
-                        "tokenizer nor from the Hugging Face Hub "
-                        f"({first_line(problem)})") from problem
 
 
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Return the prompts as token ids; with `chat` each is a user turn of the chat template."""
     if chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
-    try:
+    reader = "chat template" if chat else "tokenizer"  # a template is a program
+    with reported_as(f"the {reader} cannot read the prompts"):
         if not chat:
             return tokenizer(texts)["input_ids"]
         texts = ["Saguaro", *texts]  # a template may ignore texts, or lists of parts: try
@@ -138,21 +135,15 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
                 return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
                                                      return_dict=True)["input_ids"]
         raise ValueError("it drops them")
-    except Exception as problem:  # a template is a program, and a prompt may be no text
-        reader = "chat template" if chat else "tokenizer"
-        raise UserError(f"the {reader} cannot read the prompts "
-                        f"({first_line(problem)})") from problem
 
 
 def check_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
     """Return the prompts as lists. Raises `UserError` if they are not lists of token ids, or if one
     cannot be continued."""
-    try:
+    with reported_as("prompts must be lists of token ids, such as [[5, 6], [7]]", TypeError):
         prompts = [[index(token) for token in prompt] for prompt in prompts]
-    except TypeError:
-        prompts = []
-    if not prompts:
-        raise UserError("prompts must be lists of token ids, such as [[5, 6], [7]]")
+        if not prompts:
+            raise TypeError("there is none")
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:

@@ -22,11 +22,10 @@ from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
 from cli.text import printable
-from engine.errors import UserError
+from engine.errors import UserError, lacks_memory
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
-LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
@@ -130,7 +129,7 @@ def run(main: Callable[[], None]) -> int:
     except (RuntimeError, MemoryError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
         message = str(problem)
-        if isinstance(problem, MemoryError) or any(sign in message for sign in LACKS):
+        if lacks_memory(problem):
             reason = ". ".join(message.split(". ")[:2])
             report(f"error: {name} lacks memory ({reason}): try more target ranks, or a smaller "
                    "--batch-size, --max-new-tokens or --budget")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cli.launch import STORE, watch
 from cli.settings import DecodingSettings
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
 
 
 class Placement:
@@ -28,10 +28,8 @@ class Placement:
             raise UserError(f"no rank has such an environment: {values}")
         self.rank, self.world_size, local_rank, local_world_size = map(int, given)
         if settings.device == "cuda":
-            try:
+            with reported_as("--device cuda", (AssertionError, RuntimeError)):
                 torch.cuda.init()
-            except (AssertionError, RuntimeError) as problem:
-                raise UserError(f"--device cuda: {first_line(problem)}") from problem
         draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
         self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
         self.draft_rank = self.world_size - 1 if draft_ranks else 0
@@ -70,12 +68,10 @@ class Placement:
         waits = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
         asked = {name: str(value) for name, value in asked.items()}
         with watch(waits, 10, 600):
-            try:
+            with reported_as("the ranks cannot meet", (RuntimeError, ValueError)):
                 store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
                 given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
                 dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
-            except (RuntimeError, ValueError) as problem:
-                raise UserError(f"the ranks cannot meet: {first_line(problem)}") from problem
             if store:  # gloo takes whoever connects first, from any account, for the other rank
                 store.set(str(self.rank), secrets.token_hex())
                 words = [store.get(str(rank)).decode() for rank in range(2)]
@@ -100,9 +96,8 @@ class Placement:
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
         if backend == "nccl" and self.rank < size:  # connects at the first message: now
-            with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: NCCL_P2P_DISABLE=1"
-                       " helps if they cannot reach each other; NCCL_DEBUG=INFO tells more",
-                       20, 300):
+            with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: try "
+                       "NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO tells more", 20, 300):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
                 torch.cuda.synchronize(self.device)
         return group

@@ -115,7 +115,7 @@ class Display:
         print("\n")
         print_summary(self.job, summary)
         names = ("guess_counts", "guess_counts_after_backup")
-        counts = dict(zip(names, stats.guess_counts))
+        counts = dict(zip(names, stats.guesses[0]))
         write_line(self.output, {"statistics": summary | counts})
         if self.job.settings.trace is not None:
             write_line(self.trace, trace_of(stats, self.job.placement))
@@ -178,9 +178,7 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         hidden = "hidden behind it"
         if round(T_p, 2) > 1:
             fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
-            hidden = f"the target waits: --lookahead {fits} would be hidden"
-            if fits < 1:
-                hidden = "the target waits: use --mode sd, or a GPU for each rank"
+            hidden = f"the target waits; up to --lookahead {fits} it would not"
         print_line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
     if T_b is not None:
         print_line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")

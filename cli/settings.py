@@ -3,14 +3,14 @@
 Importing torch takes seconds, so nothing here does: a wrong flag or --help is answered at once.
 """
 import argparse
-import json
 import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TextIO, get_args
 
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
+from engine.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
@@ -63,9 +63,8 @@ class DecodingSettings:
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
         "plain speculative decoding", min=0, max=4096)
     fan_out: str = option(
-        CACHE, "geometric", "shape of the cache: geometric (Thm. 12), uniform, confident (ours: "
-        "new in each round, by how sure the draft is), or by hand, F_0,...,F_K such as 4,3,2,1,2, "
-        "whose sum is then the budget", metavar="SHAPE")
+        CACHE, "geometric", "geometric (Thm. 12), uniform, confident (ours: in each round by how "
+        "sure the draft is), or F_0 to F_K, 4,3,2,1,2: the budget is their sum", metavar="SHAPE")
     acceptance_rate: float = option(
         CACHE, 0.8, "a, the acceptance rate of drafted tokens, for the shape", min=0, max=1)
     miss_exponent: float = option(
@@ -88,10 +87,9 @@ class DecodingSettings:
         "machine", False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
-    prompt = ()  # these five for commands without such options
+    prompt = ()  # these four for commands without such options
     prompts = None
     max_new_tokens = 0
-    output = None
     mode = "ssd"
 
     def __post_init__(self):
@@ -231,33 +229,20 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
 def read_prompts(settings: DecodingSettings) -> list[dict]:
     """Return the texts to continue, each the "prompt" of a dictionary: those of --prompt or
     tiny/prompt.txt, or those of --prompts with their other fields."""
-    if settings.prompts is not None:
-        return read_json_lines(settings.prompts)
-    texts = settings.prompt or [(TINY / "prompt.txt").read_text("utf-8")]
-    return [{"prompt": text} for text in texts]
-
-
-def read_json_lines(path: str) -> list[dict]:
-    """Return the rows of a JSON Lines file. Raises `UserError`, naming the line."""
-    try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("every rank reads it, so it must be a regular file")
-        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
-    except (OSError, ValueError) as problem:
-        raise UserError(f"--prompts {path!r}: {first_line(problem)}") from problem
+    if settings.prompts is None:
+        texts = settings.prompt or [(TINY / "prompt.txt").read_text("utf-8")]
+        return [{"prompt": text} for text in texts]
+    name = f"--prompts {settings.prompts}"
+    if Path(settings.prompts).exists() and not Path(settings.prompts).is_file():
+        raise UserError(f"{name}: every rank reads it, so it must be a regular file")
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            found = [row[name] for name in PROMPT_FIELDS if isinstance(row.get(name), str)]
-            rows.append(row | {"prompt": found[0]})
-        except (ValueError, AttributeError, IndexError, RecursionError):
-            raise UserError(f"--prompts {path}, line {number}: not a JSON object with a text in a "
-                            "field prompt, question or text") from None
+    for number, row in read_json_lines(name, settings.prompts):
+        found = [row[field] for field in PROMPT_FIELDS if isinstance(row.get(field), str)]
+        if not found:
+            raise UserError(f"{name}, line {number}: no text in a field prompt, question or text")
+        rows.append(row | {"prompt": found[0]})
     if not rows:
-        raise UserError(f"--prompts {path} holds no prompt")
+        raise UserError(f"{name} holds no prompt")
     return rows
 
 
@@ -266,12 +251,10 @@ def open_for_writing(flag: str, path: str | None, mode: str = "w",
     """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
     that fails, or if it is in use: for --prompts or --output of the `settings`, or in the folder of
     a model."""
-    try:
+    with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
         for name in IN_USE if path and Path(path).is_file() else ():
             given = Path(getattr(settings, name, None) or os.devnull)
             files = filter(os.path.exists, [given, *given.glob("*")])
             if flag != f"--{name}" and any(map(Path(path).samefile, files)):
                 raise OSError(f"it belongs to --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")
-    except (OSError, ValueError) as problem:
-        raise UserError(f"{flag} {path!r}: {first_line(problem)}") from problem

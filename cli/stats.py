@@ -28,8 +28,7 @@ class Stats:
     log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
     # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
-    guess_counts: list = field(default_factory=list)  # the `table` of `GuessCounts`,
-    fan_outs: list = field(default_factory=list)      # and its `fan_outs`
+    guesses: tuple[list, list] = ([], [])  # `GuessCounts.report`
 
     def __post_init__(self):
         """Rows that another rank has sent are lists."""
@@ -39,8 +38,7 @@ class Stats:
         """Add, of every rank, the spans of a batch, and `GuessCounts.report` of all so far."""
         for rank, (spans, guesses) in enumerate(ranks):
             self.spans += [(rank, *span) for span in spans]
-            if guesses:
-                self.guess_counts, self.fan_outs = guesses
+            self.guesses = guesses or self.guesses
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
@@ -70,7 +68,7 @@ class Stats:
         paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
         budget = sum(self.choices.get("fan_out", []))
         means = {name: [round(budget * F / sum(total), 1) for F in total] for name, total in
-                 zip(("fan_out", "fan_out_after_backup"), self.fan_outs) if any(total)}
+                 zip(("fan_out", "fan_out_after_backup"), self.guesses[1]) if any(total)}
         return {
             "tokens": tokens + sum(len(rows) for _, rows in prefill),
             "seconds": seconds,

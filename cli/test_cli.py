@@ -49,7 +49,7 @@ from cli.stats import RowRound, Stats
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
-from engine.errors import UserError, first_line
+from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from saguaro import Decoder
@@ -173,9 +173,9 @@ WRONG = {  # a command, and what is said about it
     "--prompts nowhere.jsonl": ": No such file", "--prompts EMPTY": "holds no prompt",
     "--prompts BART": "it must be a regular file", "--prompts PIPE": "it must be a regular file",
     "--prompts NESTED": "line 1: not a JSON obj", "--prompts LOOP": ": Too many levels of symbolic",
-    "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: not a JSON obj",
+    "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: no text in a f",
     "--target ADDED --mode ar --apply-chat-template":
-        "the chat template cannot read the prompts (no user here)",
+        "the chat template cannot read the prompts: no user here",
     f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
     "--prompts HALF": "the tokenizer cannot read the prompts", "--prompts LONG": "context, 512",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
@@ -295,6 +295,16 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
     ("see trust_remote_code", "it needs code of its own, which is not run here")))
 def test_a_message_of_several_lines_gives_its_reason(message, said):
     assert first_line(ValueError(message)) == said
+
+
+@pytest.mark.parametrize("problem, expected", (
+    (OSError(28, "No space"), pytest.raises(UserError, match="^the file: No space$")),
+    (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
+    (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
+    (MemoryError(), pytest.raises(MemoryError))), ids=repr)
+def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(problem, expected):
+    with expected, reported_as("the file", (OSError, MemoryError)):
+        raise problem
 
 
 @pytest.mark.parametrize("wrong, sentence", (
@@ -1288,7 +1298,7 @@ def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_lar
     bench = importlib.import_module("bench")
     rows = [[RowRound(0, PRIMARY, [], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
     stats = Stats(1, log=[(number, 0, 1, row) for number, row in enumerate(rows)])
-    stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
+    stats.guesses = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]], []
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
         counts = bench.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
@@ -1310,7 +1320,7 @@ def test_the_benchmark_counts_predicts_and_measures():
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
     stats = Stats(2, spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
         (0, 0.0, 1.0, 4 * [row]), (1, 1.0, 1.25, 4 * [row]), (2, 1.25, 1.5, [row])])
-    stats.guess_counts = [[[8] + [0] * 64] * 3, [[0] * 65] * 3]  # the first guess is right
+    stats.guesses = [[[8] + [0] * 64] * 3, [[0] * 65] * 3], []  # the first guess is right
 
     def decode(points, texts):
         decoded.extend(bench.settings_of(point) for point in points)

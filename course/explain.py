@@ -14,7 +14,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import re
 import sys
-from collections import Counter
 from itertools import islice
 from typing import Any, Iterator, NamedTuple
 
@@ -108,9 +107,7 @@ class Narrator:
 
     def tell_fan_out(self, settings: ExplainSettings) -> None:
         plan = self.draft.plan
-        title = f"{settings.fan_out} fan-out, r = {plan.miss_exponent:.2f}"
-        if plan.by_round:
-            title = f"for section 4.2: geometric, r = {plan.miss_exponent:.2f}"
+        title = f"planned fan-out, {settings.fan_out}, r = {plan.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
         for source, a, fan_out in zip(self.sources, plan.acceptance_rates, plan.fan_out):
             title = f"  after {source}, a = {a:.2f}"
@@ -143,10 +140,6 @@ class Narrator:
                 title = f"verifying [ {self.words(told.drafted)} ]   from {source}"
             of_row = f", row {told.row}" if len(self.sequences.prompts) > 1 else ""
             self.say(f"\nround {number}{of_row}   {title}", BOLD)
-            if self.draft.plan.by_round and told.drafted:
-                shape = Counter(k for k, _ in told.prepared)
-                F = [shape[k] for k in range(len(told.drafted) + 1)]
-                self.say(f"   F_k of this round: {F}")
             self.tell_guesses(told, style)
             if self.job.settings.temperature:
                 self.tell_draws(told)

@@ -391,7 +391,7 @@ def ask_serve(exam, counts=(1, 2, 2, 3, 3, 4)):
         s = [Speculation(exam.integers(99, rows, 2), torch.zeros(rows, 2, 0),
                          exam.integers(2, rows)) for _ in v[1:]]
         draft, texts, _ = start(exam, [[1, 1, 1]] * 2, rows)
-        channel = saguaro.Channel(mock.Mock(), 2, WORDS, torch.float64)
+        channel = saguaro.Channel(mock.Mock(), 2, exam.numbers(0))
         caches = [f"cache {number}" for number in range(len(v))]
         ranks = mock.Mock()
         for side, name, results in (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cli.settings import Parser
 from course.options import run_command
-from engine.errors import UserError, first_line
+from engine.errors import reported_as
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENTS = tomllib.loads((ROOT / "course/handout.toml").read_text("utf-8"))
@@ -95,14 +95,12 @@ def main() -> None:
                        help="take out nothing, and add the proofs: to hand out afterwards")
     args = parser.parse_args()
     numbers = list(dict.fromkeys(args.only))
-    try:
+    with reported_as(f"FOLDER '{args.folder}'", OSError):
         if args.folder.exists() and any(args.folder.iterdir()):
             raise OSError("it is not empty; name a new or empty folder")
         write(args.folder, numbers)
         if numbers:
             write_expected(args.folder)
-    except OSError as problem:
-        raise UserError(f"FOLDER '{args.folder}': {first_line(problem)}") from problem
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     print(f"{args.folder}: exercises {', '.join(numbers) or 'solved'}; read SHEET.md there")
 

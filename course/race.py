@@ -14,7 +14,7 @@ from pathlib import Path
 from cli.settings import ROOT, Parser, open_for_writing
 from cli.text import printable
 from course.options import run_command
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 SLOWER, PAUSE = 2, 3000  # it plays so many times slower, and pauses before it begins again
@@ -109,12 +109,12 @@ def main() -> None:
     parser.add_argument("page", type=Path, metavar="PAGE", help="written by course.page")
     parser.add_argument("svg", metavar="SVG", help="the file to write")
     args = parser.parse_args()
-    try:
+    with reported_as(f"PAGE '{args.page}'", OSError):
         if args.page.resolve() == Path(args.svg).resolve():
             raise OSError("it would be overwritten; name another file as SVG")
-        drawn = race(json.loads(re.search(TRACE, args.page.read_text("utf-8"))[0]))
-    except OSError as problem:
-        raise UserError(f"PAGE '{args.page}': {first_line(problem)}") from problem
+        page = args.page.read_text("utf-8")
+    try:
+        drawn = race(json.loads(re.search(TRACE, page)[0]))
     except Exception as problem:  # a page may hold anything
         raise UserError(f"PAGE '{args.page}' holds no trace: name a page that course.page has "
                         "written") from problem

@@ -634,7 +634,7 @@ def send_a_wide_q() -> list | None:
     """Rank 1 draws from a q in float64, rank 0 expects float32: what arrives."""
     placement = Placement(Settings(device="cpu"))
     placement.join({})
-    channel = Channel(placement, 2, 3, torch.float32)
+    channel = Channel(placement, 2, torch.empty(3))
     if placement.rank == 0:
         return channel.receive_speculation(1).q.tolist()
     q = torch.full((1, 2, 3), 0.25, dtype=torch.float64)

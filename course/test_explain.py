@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from cli.job import Job
-from cli.settings import Settings, parse
+from cli.settings import parse
 from course import explain
 from course.handout import ROOT
 from course.options import ExplainSettings
@@ -57,8 +57,9 @@ def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     for part in ("F_k", "P(k)", "a = 0.80", "r = 1.00", "accepted | bonus t*"):
         assert part in plain
     assert "\033[" not in plain and "\033[" in slow_motion("--color")
-    [shape] = re.findall(r"F_k of this round: (.*)", slow_motion("--fan-out", "confident"))
-    assert sum(json.loads(shape)) == Settings().budget and "F_k of this round" not in plain
+    confident = slow_motion("--fan-out", "confident")
+    shapes = [re.findall(r" k=(\d)", shown.split("round 1")[1]) for shown in (plain, confident)]
+    assert shapes[0] != shapes[1], "what is guessed shows the round's own shape"
     drawn = slow_motion("--temperature", "1")
     assert "p / sent" not in plain and "q   sent      u" in drawn and "by token id" in drawn
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))

@@ -6,13 +6,14 @@ in scratch slots, must give the logits of an ordinary forward.
 import torch
 from transformers import DynamicCache
 
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 
 PROBE = 32  # tokens of the text with which a model is tried
 WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
 
 
+@torch.inference_mode()
 def check_model(model: CausalLM) -> None:
     """Raise `UserError` for a model that is not causal, or whose logits change with slots by more
     than with transformers' own cache, which is rounding."""
@@ -24,22 +25,16 @@ def check_model(model: CausalLM) -> None:
     tokens = (7 * torch.arange(n, device=model.device)[None] + 1) % vocab_size
     other_half = (tokens[:, half:] + 1) % vocab_size
     other_ending = torch.cat([tokens[:, :half], other_half], 1)
-    doing = f"in {model.dtype}"
     sizes = vars(config.get_text_config())  # masks are made from them in every pass
     windows = {name: sizes[name] for name in WINDOWS & sizes.keys() if sizes[name]}
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
-        with torch.inference_mode():
+        with reported_as(f"{kind} models cannot run in {model.dtype}"):
             plain = model.model(tokens, use_cache=False).logits
             changed = model.model(other_ending, use_cache=False).logits[:, :half]
             stepwise = token_by_token(model, tokens)
-            doing = "with KV slots and tree attention"
+        with reported_as(f"{kind} models cannot run with KV slots and tree attention"):
             slotted = through_slots(model, tokens)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as problem:  # an architecture fails as it pleases
-        raise UserError(f"{kind} models cannot run {doing} "
-                        f"({type(problem).__name__}: {first_line(problem)})") from problem
     finally:
         sizes |= windows
     if not plain.isfinite().all():

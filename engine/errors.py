@@ -1,4 +1,8 @@
 """Errors that the user can mend."""
+from contextlib import contextmanager
+from typing import Iterator
+
+LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
 
 
 class UserError(Exception):
@@ -13,3 +17,22 @@ def first_line(problem: Exception) -> str:
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+
+
+def lacks_memory(problem: Exception) -> bool:
+    """Return whether an exception means that memory is too small, of the host or of a GPU."""
+    return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in LACKS)
+
+
+@contextmanager
+def reported_as(sentence: str, kinds=Exception) -> Iterator[None]:
+    """Report exceptions of these `kinds`, which are as in `except`, in the block as a `UserError`:
+    the sentence, and the first line of what the library says. By default these are all kinds,
+    because damaged files and foreign models raise what they please. Where memory is too small, the
+    exception stays as it is."""
+    try:
+        yield
+    except kinds as problem:
+        if lacks_memory(problem):
+            raise
+        raise UserError(f"{sentence}: {first_line(problem)}") from problem

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from engine.errors import UserError, first_line
+from engine.errors import UserError, reported_as
 from engine.timing import PacedClock
 
 PENALTIES = {  # what else changes `generate`'s text, and the value that changes nothing
@@ -232,15 +232,12 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
     """Load a checkpoint (Hub id or folder)."""
     hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
-            trust_remote_code=False)
-        if report["missing_keys"]:  # transformers would draw these weights at random
-            raise ValueError(f"its files lack {min(report['missing_keys'])}")
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as problem:  # a corrupt file raises what its reader pleases
-        raise UserError(f"cannot load {path}: {first_line(problem)}") from problem
+        with reported_as(f"cannot load {path}"):
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
+                trust_remote_code=False)
+            if report["missing_keys"]:  # transformers would draw these weights at random
+                raise ValueError(f"its files lack {min(report['missing_keys'])}")
     finally:
         logging.set_tqdm_hook(hook)
     return model

@@ -212,8 +212,8 @@ def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
 
 
 @pytest.mark.parametrize("T_p, advice", (
-    (1.0, "hidden behind it"), (1.2, "the target waits: --lookahead 3 would be hidden"),
-    (1.9, "--lookahead 1 would be"), (3.0, "use --mode sd, or a GPU for each rank")))
+    (1.0, "hidden behind it"), (1.2, "the target waits; up to --lookahead 3 it would not"),
+    (1.9, "up to --lookahead 1 it"), (3.0, "up to --lookahead 0 it")))
 def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
     print_times(Settings(lookahead=4), {"T_p": T_p, "T_b": None, "seconds": 1})
     assert advice in capsys.readouterr().out

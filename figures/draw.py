@@ -23,8 +23,7 @@ LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
-    "shape": "Geometric shapes beat uniform ones where little is accepted; confident ones (ours) "
-             "beat both",
+    "shape": "Where little is accepted geometric beats uniform; confident (ours) beats both",
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
     "residual": "Saguaro sampling at one position: the target draws what the cache holds",
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
