@@ -650,6 +650,23 @@ def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(coun
         _, hit_rate = seen
         assert 0 < hit_rate < 1
 
+
+def send_a_wide_q() -> list | None:
+    """Rank 1 draws from a q in float64, rank 0 expects float32: what arrives."""
+    placement = Placement(Settings(device="cpu"))
+    placement.join({})
+    channel = saguaro.Channel(placement, 2, torch.empty(3))
+    if placement.rank == 0:
+        return channel.receive_speculation(1).q.tolist()
+    q = torch.full((1, 2, 3), 0.25, dtype=torch.float64)
+    channel.send_speculation(Speculation(torch.tensor([[7, 8]]), q, torch.tensor([PRIMARY])))
+
+
+@slow
+def test_a_draft_may_draw_from_a_wider_q():
+    """As exercise 3 of the course says."""
+    assert in_ranks(2, send_a_wide_q)[0] == [[[0.25] * 3] * 2]
+
 # ======== Speed ========
 
 # ---- 6. the speculation cache (section 4.1), Saguaro sampling (4.2), and what they are worth ----

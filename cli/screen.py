@@ -114,8 +114,7 @@ class Display:
         self.bar.close()
         print("\n")
         print_summary(self.job, summary)
-        names = ("guess_counts", "guess_counts_after_backup")
-        counts = dict(zip(names, stats.guesses[0]))
+        counts = dict(zip(("guess_counts", "guess_counts_after_backup"), stats.guesses[0]))
         write_line(self.output, {"statistics": summary | counts})
         if self.job.settings.trace is not None:
             write_line(self.trace, trace_of(stats, self.job.placement))

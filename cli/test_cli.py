@@ -597,7 +597,7 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
 def test_the_numbers_of_the_readme_are_those_of_the_launch():
     def metric(sweep: str, name: str, value: float, key: str, **choices) -> str:
         number, = [f[key] for f in launch_results()
-                   if (f["sweep"], f["name"], f["value"]) == (sweep, name, value)
+                   if (f["sweep"], f["name"], f.get("value")) == (sweep, name, value)
                    and (f["counted"] or sweep == "comparison")
                    and choices.items() <= f["with"].items()]
         return f"{number:.2f}"
@@ -1009,6 +1009,17 @@ def test_no_two_files_have_one_name():
     """`pytest .`, with which editors find tests, imports each file by its name."""
     names = [file.stem for file in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py"))]
     assert {name for name in names if names.count(name) > 1} <= {"__main__"}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository of git")
+def test_the_line_ends_of_windows_do_not_reach_the_script_of_ci():
+    """Git for Windows gives them to text files, and bash cannot run such a script."""
+    def line_ends(file: str) -> int:
+        words = ["git", "-c", "core.autocrlf=true", "archive", "--worktree-attributes", "HEAD"]
+        archive = subprocess.run([*words, file], cwd=ROOT, capture_output=True, check=True)
+        return archive.stdout.count(b"\r")
+
+    assert line_ends("README.md") and not line_ends(".ci/run")
 
 
 def test_nothing_that_comes_from_elsewhere_is_run_as_a_program():

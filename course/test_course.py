@@ -18,16 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cache import PRIMARY, Speculation, geometric_fan_out
-from cli.placement import Placement
-from cli.settings import Settings, parse
+from cache import geometric_fan_out
+from cli.settings import parse
 from course import grading, handout, mark, page, race
 from course.exam import failure, stored
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
 from course.options import PageSettings, run_command
 from engine.errors import UserError
-from saguaro import Channel
-from testing.shared import in_ranks
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -535,6 +532,7 @@ def hand_out(tmp_path_factory):
 NEEDS = {"2": ["1", "2"], "8a": ["3", "5", "8a"], "8b": ["3", "5", "7", "8b"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", EXERCISES)
 @pytest.mark.parametrize("written", ["as here", "differently"])
 def test_what_is_put_back_passes_and_nothing_else(monkeypatch, hand_out, number, written):
@@ -557,6 +555,7 @@ def edited(function: str, before: str, after: str) -> str:
     return module_of(function).replace(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, mistake, right, wrong", WRONG)
 def test_wrong_answers_fail(monkeypatch, function, mistake, right, wrong):
     install(monkeypatch, function, edited(function, right, wrong))
@@ -630,22 +629,6 @@ def test_a_failure_is_not_blamed_on_the_next_test(monkeypatch):
     assert not failure(said, [each.value for each in said], stored(solution(name)))
 
 
-def send_a_wide_q() -> list | None:
-    """Rank 1 draws from a q in float64, rank 0 expects float32: what arrives."""
-    placement = Placement(Settings(device="cpu"))
-    placement.join({})
-    channel = Channel(placement, 2, torch.empty(3))
-    if placement.rank == 0:
-        return channel.receive_speculation(1).q.tolist()
-    q = torch.full((1, 2, 3), 0.25, dtype=torch.float64)
-    channel.send_speculation(Speculation(torch.tensor([[7, 8]]), q, torch.tensor([PRIMARY])))
-
-
-def test_an_answer_may_draw_from_a_wider_q():
-    """"float32 or wider", says exercise 3."""
-    assert in_ranks(2, send_a_wide_q, seconds=60)[0] == [[[0.25] * 3] * 2]
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_fan_outs_are_asked_where_the_program_is_nowhere_a_guess_away_from_theorem_12(
         monkeypatch, seed):
@@ -663,6 +646,7 @@ def test_fan_outs_are_asked_where_the_program_is_nowhere_a_guess_away_from_theor
             assert abs(F - budget * theorem / sum(closed)) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", (1, 2))
 def test_the_solution_raises_nothing_and_another_seed_asks_other_things(seed):
     for name in grading.TESTS:
@@ -704,6 +688,7 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
         assert not any(formula in given[file] for file in ("cache.py", "sampling.py")), formula
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module, names", (
     ("handout", ["\u0141ukasz"]),
     ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks"])))  # \xff: not in UTF-8
