@@ -233,7 +233,7 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
         texts = settings.prompt or [(TINY / "prompt.txt").read_text("utf-8")]
         return [{"prompt": text} for text in texts]
     name = f"--prompts {settings.prompts}"
-    if Path(settings.prompts).exists() and not Path(settings.prompts).is_file():
+    if os.path.exists(settings.prompts) and not os.path.isfile(settings.prompts):
         raise UserError(f"{name}: every rank reads it, so it must be a regular file")
     rows = []
     for number, row in read_json_lines(name, settings.prompts):
