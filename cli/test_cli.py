@@ -1165,6 +1165,13 @@ def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes
         check_model(CausalLM(fresh_model(family, **changes).float()))
 
 
+def test_a_model_that_fails_at_once_is_named_with_its_type(monkeypatch):
+    model = CausalLM(fresh_model().float())
+    monkeypatch.setattr(model.model, "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(UserError, match="^llama models cannot run in torch.float32: division"):
+        check_model(model)
+
+
 WINDOWED, MIXED, CHUNKED = windowed(50)  # more than the text with which a model is tried
 window = FIRST_SEEN["sliding_attention"]
 everything = FIRST_SEEN["full_attention"]
