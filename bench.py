@@ -209,7 +209,7 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     Counts of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
     taken to be right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
-    counts = {name: stats.summary()[name] for name in names}
+    counts = {name: value for name, value in stats.summary().items() if name in names}
     counts["guess_counts"] = torch.tensor(stats.guesses[0])
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)

@@ -107,7 +107,8 @@ class Channel:
     default group. Speculations feed the models, so they travel from device to device."""
 
     def __init__(self, placement: Placement, lookahead: int, q_template: torch.Tensor):
-        """`q_template` has the width of every q, V or 0, its type, and the device of messages."""
+        """`q_template` `[V]`, or `[0]` for point masses, gives every q its width and type, and the
+        messages between devices theirs."""
         self.draft_rank = placement.draft_rank
         self.group = placement.world_group
         self.lookahead = lookahead

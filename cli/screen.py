@@ -177,7 +177,7 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         hidden = "hidden behind it"
         if round(T_p, 2) > 1:
             fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
-            hidden = f"the target waits; up to --lookahead {fits} it would not"
+            hidden = f"the target waits unless --lookahead is at most {fits}"
         print_line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
     if T_b is not None:
         print_line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")

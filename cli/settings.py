@@ -237,7 +237,7 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
         raise UserError(f"{name}: every rank reads it, so it must be a regular file")
     rows = []
     for number, row in read_json_lines(name, settings.prompts):
-        found = [row[field] for field in PROMPT_FIELDS if isinstance(row.get(field), str)]
+        found = [row[key] for key in PROMPT_FIELDS if isinstance(row.get(key), str)]
         if not found:
             raise UserError(f"{name}, line {number}: no text in a field prompt, question or text")
         rows.append(row | {"prompt": found[0]})

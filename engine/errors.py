@@ -25,11 +25,11 @@ def lacks_memory(problem: Exception) -> bool:
 
 
 @contextmanager
-def reported_as(sentence: str, kinds=Exception) -> Iterator[None]:
-    """Report exceptions of these `kinds`, which are as in `except`, in the block as a `UserError`:
-    the sentence, and the first line of what the library says. By default these are all kinds,
-    because damaged files and foreign models raise what they please. Where memory is too small, the
-    exception stays as it is."""
+def reported_as(sentence: str, kinds: type | tuple = Exception) -> Iterator[None]:
+    """Report an exception in the block as a `UserError`: the sentence, and the first line of what
+    the library says. `kinds` is a class of exceptions or a tuple of them, as in `except`. By
+    default it is all, because damaged files and foreign models raise what they please. If memory is
+    too small, the exception stays as it is."""
     try:
         yield
     except kinds as problem:

@@ -212,8 +212,8 @@ def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
 
 
 @pytest.mark.parametrize("T_p, advice", (
-    (1.0, "hidden behind it"), (1.2, "the target waits; up to --lookahead 3 it would not"),
-    (1.9, "up to --lookahead 1 it"), (3.0, "up to --lookahead 0 it")))
+    (1.0, "hidden behind it"), (1.2, "the target waits unless --lookahead is at most 3"),
+    (1.9, "--lookahead is at most 1"), (3.0, "--lookahead is at most 0")))
 def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
     print_times(Settings(lookahead=4), {"T_p": T_p, "T_b": None, "seconds": 1})
     assert advice in capsys.readouterr().out
