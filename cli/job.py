@@ -95,10 +95,13 @@ class Job:
         return self.ready(CausalLM(model, self.vocab_size))
 
     def ready(self, model: CausalLM) -> CausalLM:
-        """Check the model, and use CUDA graphs if all its ranks have GPUs."""
+        """Capture the model's passes if all its ranks have GPUs, and check what then runs."""
+        compiled = self.settings.passes == "compiled"
+        if self.placement.on_gpus and self.settings.passes != "eager":
+            model.forward_fn = GraphRunner(model, compiled)
+            if compiled and sys.stderr.isatty():
+                print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
         check_model(model)
-        if self.placement.on_gpus and not self.settings.eager:
-            model.forward_fn = GraphRunner(model)
         return model
 
     @property

@@ -45,7 +45,6 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
 
     with ExitStack() as draft:
         status = run(main)
-        gc.collect()  # else NCCL would wait ten minutes for the end of graphs with its collectives
         if status == 0 and sys.modules["torch.distributed"].is_initialized():
             sys.modules["torch.distributed"].destroy_process_group()
     sys.exit(status)

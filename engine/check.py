@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from engine.errors import UserError, reported_as
-from engine.model import CausalLM
+from engine.model import CausalLM, KVCache
 
 PROBE = 32  # tokens of the text with which a model is tried
 WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
@@ -30,13 +30,15 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{kind} models cannot run in {model.dtype}"):
-            plain = model.model(tokens, use_cache=False).logits
-            changed = model.model(other_ending, use_cache=False).logits[:, :half]
-            stepwise = token_by_token(model, tokens)
+            with torch.compiler.set_stance("force_eager"):
+                plain = model.model(tokens, use_cache=False).logits
+                changed = model.model(other_ending, use_cache=False).logits[:, :half]
+                stepwise = token_by_token(model, tokens)
         with reported_as(f"{kind} models cannot run with KV slots and tree attention"):
             slotted = through_slots(model, tokens)
     finally:
         sizes |= windows
+        model.kv = KVCache(0, 0)  # what was captured has the windows of this text
     if not plain.isfinite().all():
         raise UserError(f"this {kind} model gives logits that are infinite or not numbers in "
                         f"{model.dtype}: a damaged file, or too narrow a --dtype")

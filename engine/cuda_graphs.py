@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs. Nothing here changes what is computed.
+"""Passes as CUDA graphs, of compiled layers. Nothing here changes what is computed.
 
 On a GPU a pass over few tokens is hundreds of kernels that take less time than Python takes to
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
@@ -7,15 +7,19 @@ attention sees must not change from pass to pass, so it is rounded up to one of 
 adds is not visible. At its first use, in a warm-up, a pass is captured for all widths: later
 texts may be longer or shorter.
 
+Most of these kernels are so small that the GPU takes longer to start them than to run them. So the
+warm-up of a pass has PyTorch compile the layers, which makes one kernel of several. All layers of a
+kind share what is compiled. Models that PyTorch cannot compile are captured as they are.
+
 Ranks that share a model capture the all-reduces of its passes, too. Nothing is decoded after a
 capture that failed: it leaves PyTorch's allocator and streams in a state that nobody promises.
 """
-from typing import Callable
+import sys
 
 import torch
 
 from engine.check import differ
-from engine.errors import UserError, first_line
+from engine.errors import UserError, first_line, lacks_memory
 from engine.model import CausalLM
 
 WIDTHS = [2 ** i for i in range(8, 24)]  # slots; see above
@@ -26,23 +30,20 @@ class CapturedGraph:
     """Holds a pass as a CUDA graph. A replay copies its inputs to the addresses of the captured
     ones."""
 
-    def __init__(self, forward: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], pool,
+    def __init__(self, model: CausalLM, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor,
                  stream: torch.cuda.Stream, like: "CapturedGraph | None"):
-        """`pool` is memory that all graphs share. The output is that of `like`, the same pass over
-        another number of slots, if there is one. They are captured on one `stream`, replayed one
-        after the other, and what each gives is copied before the next. Raises RuntimeError if the
-        pass cannot be captured, or if its replay gives other logits."""
+        """`expected` are the logits of this pass, which has run before. The output is that of
+        `like`, the same pass over another number of slots, if there is one. All graphs of a model
+        share memory: they are captured on one `stream`, replayed one after the other, and what
+        each gives is copied before the next. Raises RuntimeError if the pass cannot be captured, or
+        if its replay gives other logits."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        main = torch.cuda.current_stream()
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):  # what libraries set up at a first call is not captured
-            expected = forward(*self.inputs)
-        main.wait_stream(stream)
+        pool = next((graph.graph.pool() for graph in model.kv.graphs.values()), None)
         self.output = like.output if like else torch.empty_like(expected)
         self.graph = torch.cuda.CUDAGraph()
         # only this thread is restricted while capturing
         with torch.cuda.graph(self.graph, pool, stream, capture_error_mode="thread_local"):
-            self.output.copy_(forward(*self.inputs))
+            self.output.copy_(model.forward_eager(*self.inputs))
         self.output.fill_(torch.nan)  # so that nothing is left of the capture
         if differ(self.replay(self.inputs), expected):
             raise RuntimeError("the captured pass gives other logits")
@@ -58,15 +59,23 @@ class GraphRunner:
     """Stands in for `CausalLM.forward_eager`, for passes that give logits; prefill is always
     eager."""
 
-    def __init__(self, model: CausalLM):
-        self.model = model
+    def __init__(self, model: CausalLM, compiled: bool):
+        """Prepare the layers of the model, which are the modules of its lists, to be `compiled` in
+        passes that are captured."""
         self.stream = torch.cuda.Stream()
+        self.stance = "default" if compiled else "force_eager"
+        if compiled:
+            torch.compiler.config.dynamic_sources = ".*layer_idx"  # else: compiled layer by layer
+            torch._dynamo.config.recompile_limit = 64  # shapes, of all models of a family
+            for module in model.model.modules():
+                for layer in module if isinstance(module, torch.nn.ModuleList) else ():
+                    layer.compile()
 
-    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
-                 visible: torch.Tensor) -> torch.Tensor:
+    def __call__(self, model: CausalLM, tokens: torch.Tensor, positions: torch.Tensor,
+                 slots: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """Do as `CausalLM.forward_eager` does: return logits `[B, n, V]`, and write keys and
         values. Raises `UserError` for a model whose passes cannot be captured."""
-        kv = self.model.kv
+        kv = model.kv
         seen = visible.shape[-1]
         widths = [width for width in WIDTHS if width < kv.slots] + [kv.slots]
         width = next(width for width in widths if width >= seen)
@@ -78,22 +87,42 @@ class GraphRunner:
             return tokens, positions.clamp(max=width - 1), slots, wider
 
         if tokens.shape[1] > LONGEST_CAPTURED:
-            return self.model.forward_eager(*inputs(width))
+            with torch.compiler.set_stance("force_eager"):
+                return model.forward_eager(*inputs(width))
         if (*tokens.shape, width) not in kv.graphs:
             graph = None
             for other in widths:
-                graph = self.capture(inputs(other), graph)
+                graph = self.capture(model, inputs(other), graph)
                 kv.graphs[*tokens.shape, other] = graph
         return kv.graphs[*tokens.shape, width].replay(inputs(width))
 
-    def capture(self, inputs: tuple[torch.Tensor, ...],
+    def capture(self, model: CausalLM, inputs: tuple[torch.Tensor, ...],
                 like: CapturedGraph | None) -> CapturedGraph:
-        pool = next((graph.graph.pool() for graph in self.model.kv.graphs.values()), None)
+        expected = self.warm_up(model, inputs)
         try:
-            return CapturedGraph(self.model.forward_eager, inputs, pool, self.stream, like)
+            with torch.compiler.set_stance(self.stance):
+                return CapturedGraph(model, inputs, expected, self.stream, like)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # the cause, if the end of the capture failed because of it
             reason = first_line(problem.__context__ or problem)
-            raise UserError(f"{self.model.model.config.model_type} passes cannot be captured as "
-                            f"CUDA graphs ({reason}): start with --eager") from problem
+            raise UserError(f"{model.model.config.model_type} passes cannot be captured as CUDA "
+                            f"graphs ({reason}): start with --passes eager") from problem
+
+    def warm_up(self, model: CausalLM, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the logits of a pass, the first of its shape: what libraries set up there, and the
+        compiler, is not captured. If the model cannot be compiled, say so, and go on without."""
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        try:
+            with torch.compiler.set_stance(self.stance), torch.cuda.stream(self.stream):
+                return model.forward_eager(*inputs)
+        except Exception as problem:  # no C compiler, or an operation that the compiler lacks
+            if self.stance == "force_eager" or lacks_memory(problem):
+                raise
+            print(f"{model.model.config.model_type} layers run as they are, since they cannot be "
+                  f"compiled: {first_line(problem)}", file=sys.stderr, flush=True)
+            self.stance = "force_eager"
+            return self.warm_up(model, inputs)
+        finally:
+            main.wait_stream(self.stream)

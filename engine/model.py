@@ -46,6 +46,7 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
     "max_time": None, "watermarking_config": None, "penalty_alpha": 0, "dola_layers": None}
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 
 
@@ -60,6 +61,7 @@ class KVCache:
         self.layers = {}
         self.graphs = {}  # see cuda_graphs.py: they die with the buffers
 
+    @torch.compiler.disable  # its dictionary would have every layer compiled anew
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_,
                **__) -> list[torch.Tensor]:
         """Store keys and values `[B, heads, n, head size]` of a layer, and return all that are in
@@ -100,7 +102,9 @@ class CausalLM:
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
-        self.forward_fn: Callable[..., torch.Tensor] = self.forward_eager  # or a `GraphRunner`
+        # or a `GraphRunner`. It is given this model: two that hold each other would outlive their
+        # last user, and so would their CUDA graphs.
+        self.forward_fn: Callable[..., torch.Tensor] = CausalLM.forward_eager
         self.clock = PacedClock(self.device)
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
@@ -123,9 +127,11 @@ class CausalLM:
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         if not logits:
-            return self.forward_eager(tokens, positions, slots, visible, keep=1)
+            with torch.compiler.set_stance("force_eager"):
+                return self.forward_eager(tokens, positions, slots, visible, keep=1)
         self.clock.passes += 1  # of the work at hand, for the pace
-        return fit_vocabulary(self.forward_fn(tokens, positions, slots, visible), self.vocab_size)
+        return fit_vocabulary(self.forward_fn(self, tokens, positions, slots, visible),
+                              self.vocab_size)
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
@@ -186,19 +192,38 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     `[B, n, heads, d]`, and None for the weights. `SDPA` copies keys and values for every head,
     which behind a long text takes longer than the rest of a pass. Here the queries of heads that
     share keys are rows of one head. On a CPU many rows are faster in PyTorch's kernel that shares
-    keys itself, and copies no mask; GPUs have no such kernel that takes a mask."""
+    keys itself, and copies no mask."""
     rows, heads, n, size = query.shape
     groups = key.shape[1]
+    on_gpu = query.device.type == "cuda"
     usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
-    if heads == groups or not usual or options.get("position_bias") is not None:
+    usual = usual and options.get("position_bias") is None
+    by_products = on_gpu and n <= FEW_TOKENS
+    if not usual or (heads == groups and not by_products):
         return SDPA(module, query, key, value, attention_mask, **options)
-    as_rows = n < 16 or query.device.type == "cuda"
+    as_rows = on_gpu or n < 16
     if as_rows:
         query = query.reshape(rows, groups, -1, size)
         attention_mask = attention_mask.repeat(1, 1, heads // groups, 1)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=options.get("scaling"), enable_gqa=not as_rows)
+    scale = options.get("scaling") or size ** -0.5
+    if by_products:
+        output = matrix_products(query, key, value, attention_mask, scale)
+    else:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attention_mask, scale=scale, enable_gqa=not as_rows)
     return output.reshape(rows, heads, n, -1).transpose(1, 2).contiguous(), None
+
+
+def matrix_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
+                    scale: float) -> torch.Tensor:
+    """Attend by two batched products and a softmax, in float32 or wider. For few queries a GPU is
+    faster so: PyTorch's kernel for a mask gives a head's queries to few of its processors. Shapes
+    are query `[B, groups, m, d]`, key and value `[B, groups, slots, d]`, and mask
+    `[B, 1, m, slots]`. Returns `[B, groups, m, d]`."""
+    wide = {} if query.dtype.itemsize > 2 else {"out_dtype": torch.float32}
+    scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, **wide)
+    scores = scores.unflatten(0, query.shape[:2]) * scale + mask
+    return scores.softmax(-1).to(value.dtype) @ value
 
 
 FIRST_SEEN = {  # the first position that is seen from each of `positions`, by the type of a layer

@@ -107,6 +107,11 @@ class FakeCUDATensor(Tensor):
         raise RuntimeError("a tensor on a GPU, and no FakeCUDA")
 
 
+@torch.library.impl("aten::bmm.dtype", "CPU")  # PyTorch has it for GPUs alone
+def bmm(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
 class FakeCUDA(TorchDispatchMode):
     """Every operation of PyTorch passes through here and, as on a GPU, tensors of different devices
     cannot meet in one, none can be copied between devices while a graph is captured, and a copy to
@@ -179,9 +184,10 @@ def memory_allocated(device=None) -> int:
     return sum(tensor.numbers.untyped_storage().nbytes() for tensor in tensors)
 
 
-def fake_gpus() -> None:
-    """From now on this process, for the rest of its life, has two GPUs. gloo stands in for NCCL,
-    `FakeGraph` for a CUDA graph."""
+def fake_gpus(count: int = 2) -> None:
+    """From now on this process, for the rest of its life, has so many GPUs. gloo stands in for
+    NCCL, `FakeGraph` for a CUDA graph. Layers are not compiled: PyTorch's compiler leaves alone
+    what runs in a mode such as `FakeCUDA`."""
     if torch.cuda.CUDAGraph is FakeGraph:
         return
     new_gloo_group = dist.new_group
@@ -196,7 +202,7 @@ def fake_gpus() -> None:
     for name, value in FAKES.items():
         setattr(torch.cuda, name, value)
     torch.cuda.is_available = lambda: True
-    torch.cuda.device_count = lambda: 2
+    torch.cuda.device_count = lambda: count
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
     torch.cuda.memory_allocated = memory_allocated
@@ -208,16 +214,20 @@ def fake_gpus() -> None:
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
 
 
-def real_gpus() -> None:
-    """From now on this process computes on real GPUs, float32 without TF32."""
+def real_gpus(count: int = 1) -> None:
+    """From now on this process computes on real GPUs, float32 without TF32. Where there are fewer
+    than `count`, all ranks share the first. NCCL refuses that on one machine, so each says that it
+    is on a machine of its own."""
     torch.set_float32_matmul_precision("highest")
+    if torch.cuda.device_count() < count:
+        os.environ |= {"NCCL_HOSTID": os.environ.get("RANK", "0"), "NCCL_SOCKET_IFNAME": "lo",
+                       "LOCAL_RANK": "0"}
 
 
-def on_gpus(count: int, *values) -> list:
-    """Parameters of a test: `gpus`, and other `values`. `gpus` is `fake_gpus` and, where there are
-    so many, `real_gpus`. A rank's job calls it first, so one job runs on stand-ins everywhere and
-    on GPUs where there are some."""
+def on_gpus(*values) -> list:
+    """Parameters of a test: `gpus`, and other `values`. `gpus` is `fake_gpus` and, where there is a
+    GPU, `real_gpus`. A rank's job calls it first, with the number of GPUs that all ranks want, so
+    one job runs on stand-ins everywhere and on GPUs where there are some."""
     # a text: pytest evaluates it, and no rank, which must not touch CUDA before its job does
-    too_few = f"not torch.cuda.is_available() or torch.cuda.device_count() < {count}"
-    skip = pytest.mark.skipif(too_few, reason=f"GPUs that PyTorch can use: {count} needed")
+    skip = pytest.mark.skipif("not torch.cuda.is_available()", reason="no GPU that PyTorch can use")
     return [pytest.param(fake_gpus, *values), pytest.param(real_gpus, *values, marks=skip)]

@@ -122,11 +122,10 @@ def one_rank(given: tuple) -> tuple:
     rank, environment, job, arguments = given
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    try:
-        return rank, job(*arguments)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    result = job(*arguments)  # of a failed job models may live on: NCCL would wait for their graphs
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return rank, result
 
 
 def in_ranks(count: int, job, *arguments, seconds: float = 200) -> list:
