@@ -1,0 +1,67 @@
+"""Tests of enlarged checkpoints: an included model, at the cost of a larger one."""
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cli.job import Job
+from cli.launch import run
+from cli.settings import TINY, Settings
+from saguaro import Decoder
+from testing.shared import assert_close, texts_and_rounds
+from tiny import enlarge
+
+TOKENS = 31 * torch.arange(1, 60)[None] % 2048
+SMALL = dict(hidden_size=512, layers=24, intermediate_size=360)
+
+
+def write(folder, monkeypatch, **choices) -> int:
+    """The exit status of the command."""
+    words = [word for name, value in (SMALL | choices).items()
+             for word in ("--" + name.replace("_", "-"), str(value))]
+    monkeypatch.setattr(sys, "argv", ["enlarge.py", str(folder), *words])
+    return run(enlarge.main)
+
+
+@pytest.mark.parametrize("groups, choices", (
+    (4, dict(hidden_size=128, intermediate_size=352)), (4, dict(layers=26)),
+    (8, dict(model="draft", hidden_size=2048, layers=4))))
+def test_logits_are_those_of_the_included_model(groups, choices, tmp_path, monkeypatch):
+    """Of its own size; with more layers and units, and heads that share keys; with more keys."""
+    assert write(tmp_path / "large", monkeypatch, dtype="float64", **choices) == 0
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+              for folder in (TINY / choices.get("model", "target"), tmp_path / "large")]
+    config = models[1].config
+    sizes = SMALL | choices
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (
+        sizes["hidden_size"], sizes["layers"], sizes["intermediate_size"])
+    assert config.num_key_value_heads == groups
+    with torch.inference_mode():
+        expected, logits = [model(TOKENS, use_cache=False).logits for model in models]
+    assert_close(logits, expected, 1e-12)
+    for weight in models[1].model.layers[0].self_attn.q_proj.weight[-1], \
+            models[1].model.layers[-1].mlp.up_proj.weight[-1]:
+        assert weight.std() > 0, "read and multiplied as any other"
+
+
+def test_texts_and_hits_are_those_of_the_included_pair(tmp_path, monkeypatch):
+    for model, layers in (("target", 24), ("draft", 3)):
+        assert write(tmp_path / model, monkeypatch, model=model, layers=layers) == 0
+    told = []
+    for folder in (TINY, tmp_path):
+        job = Job(Settings(target=str(folder / "target"), draft=str(folder / "draft"),
+                           device="cpu", max_new_tokens=20))
+        told.append(texts_and_rounds(Decoder(job.settings, job.load()), job.prompts))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("choices, sentence", (
+    (dict(hidden_size=500), "--hidden-size: invalid choice: 500 (choose from 128, 512, 2048"),
+    (dict(layers=3), "--layers must be at least 24"),
+    (dict(intermediate_size=40), "--intermediate-size 352"),
+    ({}, "File exists")))
+def test_sizes_that_do_not_fit_are_one_sentence(choices, sentence, tmp_path, monkeypatch, capsys):
+    assert write(tmp_path, monkeypatch, **choices) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert sentence in line
