@@ -37,6 +37,7 @@ from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from cli.stats import Stats, theorem_7
 from engine.errors import UserError
 from engine.model import CausalLM
+from engine.timing import linear_layers
 from figures import draw
 from figures.guesses import counted_hit_rate, fit_shape
 from saguaro import Decoder, batches_of, plan, warm_up, workers
@@ -64,7 +65,9 @@ GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
           *(("vocabulary", 1024, 1, V) for V in (2048, 49152, 151936, 262144))]
 DIMENSIONS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
               "num_key_value_heads")
-SHAPES = ((2048, 8192, 16, 32, 8), (576, 1536, 30, 9, 3))  # Llama 3.2 1B; SmolLM2 135M drafts
+LLAMA_1B = (2048, 8192, 16, 32, 8)
+SHAPES = {"cpu": (LLAMA_1B, (576, 1536, 30, 9, 3)),  # SmolLM2 135M drafts
+          "cuda": ((4096, 14336, 32, 32, 8), LLAMA_1B)}  # Llama 3.1 8B
 Metrics = dict[str, Any]  # see `row`
 
 
@@ -402,34 +405,42 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 def growth(bench: Bench) -> list[Metrics]:
     """Time passes over 1, 5 and 12 tokens, in ms, with random weights, while one size grows. With
     K = 4 and 12 guesses a verification reads 5 tokens, the trunk 5, a pass over the tree 12, and a
-    pass of the backup 1. If a miss yields as many tokens as a hit, then by Theorem 7, in a batch by
+    pass of the backup 1. They run as in decoding. Beside each stands its floor, the time of its
+    linear layers alone. If a miss yields as many tokens as a hit, then by Theorem 7, in a batch by
     Corollary 16, SSD is faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
     if not bench.leads:
         return []
     found = []
-    shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES  # quick: to see it run
+    K = bench.settings.lookahead
+    budget = bench.settings.budget
+    device = torch.device(bench.job.placement.device)
+    # quick: to see it run
+    shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES[device.type]
     models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(
         **dict(zip(DIMENSIONS, shape)), tie_word_embeddings=True)) for shape in shapes]
     for axis, context, rows, vocab_size in GROWTH[:1 if bench.settings.quick else None]:
         start = torch.full((rows,), context)
-        tokens = torch.zeros(rows, 12, dtype=torch.long, device=bench.job.placement.device)
+        tokens = torch.zeros(rows, max(K + 1, budget), dtype=torch.long, device=device)
         f = {"name": axis, "context": context, "batch size": rows, "vocabulary": vocab_size,
-             "GB": 4 * rows * 12 * 4 * vocab_size / 1e9}  # of q; below of keys and values
+             "GB": 4 * rows * budget * K * vocab_size / 1e9}  # of q; below of keys and values
         for name, model in zip(("target", "draft"), models):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            ours = CausalLM(model.to(tokens.device, bench.job.dtype))
-            ours.allocate(rows, context, scratch=12)
-            for n in (1, 5, 12):
+            ours = bench.job.with_graphs(CausalLM(model.to(device, bench.job.dtype)))
+            ours.allocate(rows, context, scratch=tokens.shape[1])
+            for n in sorted({1, K + 1, budget}):
                 f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)
+                floor = linear_layers(model, tokens[:, :n])
+                f[f"{name}, {n}, linear"] = milliseconds(floor, tokens[:, :n])
             kv = [[part[:, :, :context] for part in pair] for pair in ours.kv.layers.values()]
             f["GB"] += sum(part.nbytes for pair in kv for part in pair) / 1e9
             theirs = {ours.cache_name: transformers.DynamicCache(kv)}
-            f[f"{name}, 5, transformers"] = milliseconds(model, tokens[:, :5], **theirs)
-            ours.kv = None  # else it stays till a garbage collection: `ours` refers to itself
-        logits = torch.randn(rows, 12, vocab_size, device=tokens.device)
+            with torch.compiler.set_stance("force_eager"):
+                f[f"{name}, {K + 1}, transformers"] = milliseconds(
+                    model, tokens[:, :K + 1], **theirs)
+        logits = torch.randn(*tokens.shape, vocab_size, device=device)
         f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
-        f["T_p"] = (f["draft, 5"] + 4 * f["draft, 12"]) / f["target, 5"]
-        f["T_b"] = 4 * f["draft, 1"] / f["target, 5"]
+        f["T_p"] = (f[f"draft, {K + 1}"] + K * f[f"draft, {budget}"]) / f[f"target, {K + 1}"]
+        f["T_b"] = K * f["draft, 1"] / f[f"target, {K + 1}"]
         found.append(f)
     draw.figure(bench, "growth", found)
     print_table("growth", tuple(found[0])[1:], found)
@@ -440,8 +451,9 @@ def growth(bench: Bench) -> list[Metrics]:
 
 def milliseconds(work: Callable, *inputs, **options) -> float:
     """Return how long this takes, the median of three, until [0] of what it returns is there: of a
-    model's output the logits."""
-    return 1000 * median(repeat(lambda: work(*inputs, **options)[0].cpu(), number=1, repeat=3))
+    model's output the logits. Of these a few are copied."""
+    return 1000 * median(repeat(lambda: work(*inputs, **options)[0][..., :1].cpu(), number=1,
+                                repeat=3))
 
 
 # ---- tables; Corollary 16 against logs of GPUs ----

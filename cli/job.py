@@ -95,13 +95,17 @@ class Job:
         return self.ready(CausalLM(model, self.vocab_size))
 
     def ready(self, model: CausalLM) -> CausalLM:
-        """Capture the model's passes if all its ranks have GPUs, and check what then runs."""
+        """Check the model as it will run."""
+        check_model(self.with_graphs(model))
+        return model
+
+    def with_graphs(self, model: CausalLM) -> CausalLM:
+        """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager."""
         compiled = self.settings.passes == "compiled"
         if self.placement.on_gpus and self.settings.passes != "eager":
             model.forward_fn = GraphRunner(model, compiled)
             if compiled and sys.stderr.isatty():
                 print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
-        check_model(model)
         return model
 
     @property

@@ -15,11 +15,10 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-from cli.settings import Parser
-from course.options import run_command
+from cli import launch
+from cli.settings import ROOT, Parser
 from engine.errors import reported_as
 
-ROOT = Path(__file__).resolve().parent.parent
 CONTENTS = tomllib.loads((ROOT / "course/handout.toml").read_text("utf-8"))
 EXERCISES = CONTENTS["exercises"]  # by number: title, points, module, functions
 
@@ -106,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    raise SystemExit(launch.run(main))

@@ -25,10 +25,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from cli import launch
 from cli.settings import Parser, open_for_writing
 from cli.text import printable
 from course.handout import EXERCISES, ROOT, definition, missing, write
-from course.options import run_command
 
 MEGABYTE = 2**20
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
@@ -241,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    raise SystemExit(launch.run(main))

@@ -1,10 +1,7 @@
-"""The options of slow motion and of the page; the one sentence of an error in other commands."""
-import sys
+"""The options of slow motion and of the page."""
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
-from cli.launch import run
 from cli.settings import DecodingSettings, option, pace_option
 from engine.errors import UserError
 
@@ -45,8 +42,3 @@ class PageSettings(DecodingSettings):
     @property
     def rounds(self) -> int:
         return self.max_new_tokens  # a round yields one at least
-
-
-def run_command(main: Callable[[], None]) -> None:
-    """Run a command that decodes nothing; a `UserError` is one sentence, and exit status 2."""
-    sys.exit(run(main))

@@ -11,9 +11,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+from cli import launch
 from cli.settings import ROOT, Parser, open_for_writing
 from cli.text import printable
-from course.options import run_command
 from engine.errors import UserError, reported_as
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
@@ -123,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    raise SystemExit(launch.run(main))

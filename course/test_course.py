@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from cache import geometric_fan_out
+from cli import launch
 from cli.settings import parse
 from course import grading, handout, mark, page, race
 from course.exam import failure, stored
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
-from course.options import PageSettings, run_command
+from course.options import PageSettings
 from engine.errors import UserError
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
@@ -830,10 +831,9 @@ def test_a_wrong_argument_gets_one_sentence(
     (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
-    with pytest.raises(SystemExit) as end:
-        run_command(module.main)
+    assert launch.run(module.main) == 2
     out, err = capsys.readouterr()
-    assert end.value.code == 2 and out == ""
+    assert out == ""
     assert said in err and err.startswith("command: error: ") and err.count("\n") == 1
     assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
 

@@ -14,8 +14,8 @@ SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
-PASSES = {"target, 5": SSD, "target, 5, transformers": GREY, "target, 1": LIGHT, "draft, 12": SD,
-          "sampling": OTHER}  # of growth
+PASSES = {"target, {0}": SSD, "target, {0}, transformers": GREY, "target, 1": LIGHT,
+          "draft, {1}": SD, "sampling": OTHER}  # of growth, over {0} tokens and {1} guesses
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
     ("random backup", "uniform", "SSD, random backup"), OTHER) | {"confident": LIGHT}
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
@@ -30,7 +30,7 @@ TITLES = {
     "frontier": "One miss makes a batch wait: with a backup that takes no time, SSD stays ahead "
                 "per device, too",
     "lookahead": "A longer lookahead pays until the draft takes longer than the target",
-    "growth": "What passes over 1, 5 and 12 tokens cost as texts, batches and vocabularies grow"}
+    "growth": "What passes over 1, {0} and {1} tokens cost as texts, batches and vocabularies grow"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
@@ -50,7 +50,8 @@ def figure(bench, name: str, found: list[dict]) -> None:
         drawn, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
                                       figsize=inches)
         axes = axes.flatten()
-        drawn.suptitle(TITLES[name])
+        sizes = (bench.settings.lookahead + 1, bench.settings.budget)
+        drawn.suptitle(TITLES[name].format(*sizes))
         for ax, panel in zip(axes, PANELS.get(name, ())):
             draw_lines(ax, found, *panel)
         if name in SPECIAL:
@@ -233,12 +234,13 @@ def h100_rows(log: dict) -> list[dict]:
 
 def growth(bench, found: list[dict], axes) -> None:
     """The passes of a round while one size grows."""
+    passes = [name.format(bench.settings.lookahead + 1, bench.settings.budget) for name in PASSES]
     for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
         rows = [f for f in found if f["name"] == axis]
         ax.set_prop_cycle(color=PASSES.values())
-        ax.loglog([f[axis] for f in rows], [[f[name] for name in PASSES] for f in rows], ".-")
+        ax.loglog([f[axis] for f in rows], [[f[name] for name in passes] for f in rows], ".-")
         ax.set(xlabel=axis, ylabel="ms")
-    axes[0].legend(PASSES, loc=(0.1, 0.15))  # between its lines
+    axes[0].legend(passes, loc=(0.1, 0.15))  # between its lines
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
