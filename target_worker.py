@@ -6,7 +6,7 @@ import torch
 
 import sampling
 from cache import Outcome, Speculation
-from engine.errors import UserError
+from engine.errors import not_finite
 from engine.model import CausalLM, to_device
 from engine.noise import VERIFIER_STREAM, UniformStream
 from sampling import Sampler
@@ -35,7 +35,7 @@ class TargetWorker:
 
     def verify(self, speculation: Speculation) -> Outcome:
         """Make one pass over the last verified token and the K drafted ones. Accept, reject, and
-        add the bonus token. Raises `UserError` if logits overflow."""
+        add the bonus token. Raises `UserError` for logits or a q with NaN."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.clock("verify"):
@@ -48,12 +48,12 @@ class TargetWorker:
             p = self.sampler.probabilities(logits)
             num_accepted, bonus = sampling.verify(p, drafted, q, uniforms)
             # NaN and inf show in the maximum, -inf is allowed. A NaN in q would just reject.
-            finite = logits.amax(-1).isfinite().all(1) & q.sum((1, 2)).isfinite()
+            finite = [logits.amax(-1).isfinite().all(1), q.sum((1, 2)).isfinite()]
             # The host waits once, not for each of these.
-            num_accepted, bonus, finite = torch.stack([num_accepted, bonus, finite.long()]).cpu()
-        if not finite.all():
-            raise UserError(f"logits or q are infinite or not numbers in {self.model.dtype}: "
-                            "--dtype float32 or bfloat16 has room for larger ones")
+            num_accepted, bonus, *finite = torch.stack([num_accepted, bonus, *finite]).cpu()
+        for whose, numbers in zip(("the target's logits", "the draft's q"), finite):
+            if not numbers.all():
+                raise not_finite(f"{whose} are", self.model.dtype)
         return Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:

@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.errors import UserError
+from engine.errors import not_finite
 
 PIECE = 2 ** 22  # logits that are worked on at once
 RANGES = 16      # of token ids
@@ -85,8 +85,7 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
         p = warpers(None, piece).double().softmax(-1)
         if p.isnan().any():
-            raise UserError("the target's logits are infinite or not numbers: another --dtype has "
-                            "room for larger ones")
+            raise not_finite("the target's logits are", logits.dtype)
         outside = p.gather(-1, token[:, None]) == 0
         raised = piece.scatter_add(-1, token[:, None], rounding(piece, precision)[:, None])
         let_in = warpers(None, raised).gather(-1, token[:, None]) > -torch.inf

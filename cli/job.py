@@ -1,12 +1,16 @@
 """What every rank reads before a run (configurations, prompts), and loading its models."""
+import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from operator import index
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, __version__
+from transformers.utils import cached_file
 
 from cli.placement import Placement
 from cli.settings import DecodingSettings, read_prompts
@@ -123,8 +127,13 @@ def open_model(flag: str, path: str):
     """Read the configuration and tokenizer of a checkpoint, and nothing big."""
     with reported_as(f"{flag} {path} cannot be read, neither as a folder with a model and its "
                      "tokenizer nor from the Hugging Face Hub"):
-        return (AutoConfig.from_pretrained(path, trust_remote_code=False),
-                AutoTokenizer.from_pretrained(path, trust_remote_code=False))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with suppress(OSError):  # where there is none; transformers takes a damaged one for none
+        file = cached_file(path, "generation_config.json")
+        with reported_as(f"{flag} {path}: its generation_config.json is damaged"):
+            json.loads(Path(file).read_text("utf-8"))
+    return config, tokenizer
 
 
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
@@ -132,6 +141,9 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     if chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     reader = "chat template" if chat else "tokenizer"  # a template is a program
+    for number, text in enumerate(texts, start=1):
+        with reported_as(f"prompt {number} of {len(texts)} is no text", UnicodeEncodeError):
+            text.encode()
     with reported_as(f"the {reader} cannot read the prompts"):
         if not chat:
             return tokenizer(texts)["input_ids"]

@@ -127,7 +127,7 @@ def run(main: Callable[[], None]) -> int:
         return 1
     except (RuntimeError, MemoryError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
-        message = str(problem)
+        message = str(problem) or type(problem).__name__
         if lacks_memory(problem):
             reason = ". ".join(message.split(". ")[:2])
             report(f"error: {name} lacks memory ({reason}): try more target ranks, or a smaller "

@@ -167,7 +167,7 @@ WRONG = {  # a command, and what is said about it
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60 -1": "--pace is -1.0; it must be from 0 to",
-    "--prompt ''": "prompt 1 of 1 has 0 tokens", "--prompt \udcff": "tokenizer cannot read the",
+    "--prompt ''": "prompt 1 of 1 has 0 tokens", "--prompt \udcff": ": half a character at place 1",
     "--prompt a --prompts FIELDLESS": "exclude each other",
     "a --prompt b": "--prompt: not allowed with argument TEXT",
     "--prompts nowhere.jsonl": ": No such file", f"--prompts {'x' * 300}": ": File name too",
@@ -178,7 +178,12 @@ WRONG = {  # a command, and what is said about it
     "--target ADDED --mode ar --apply-chat-template":
         "the chat template cannot read the prompts: no user here",
     f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
-    "--prompts HALF": "the tokenizer cannot read the prompts", "--prompts LONG": "context, 512",
+    "--prompts HALF": "prompt 2 of 2 is no text: half a character at place 3",
+    "--prompts WIDE": "it is no text in UTF-8; save it as UTF-8", "--prompts LONG": "context, 512",
+    "--target CUT --mode ar": "its generation_config.json is damaged: Expecting",
+    "--draft CUT": "its generation_config.json is damaged: Expecting",
+    "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
+    "--target PICKLED --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
     "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
@@ -202,11 +207,13 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     """The files and folders that the words in capitals in WRONG stand for."""
     folder = tmp_path_factory.mktemp("wrong")
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
-                       "FIELDLESS": '{"words": "a"}', "HALF": r'{"text": "a\ud800"}',
+                       "FIELDLESS": '{"words": "a"}',
+                       "HALF": '{"text": "a"}\n{"text": "ab\\ud800"}',
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES",
+                 "CUT", "POINTER", "PICKLED"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -222,6 +229,12 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
     (folder / "CODE" / "config.json").write_text(json.dumps(code), "utf-8")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
+    side = folder / "CUT/generation_config.json"
+    side.write_bytes(side.read_bytes()[:-3])
+    for file in (folder / "POINTER/model.safetensors", folder / "PICKLED/pytorch_model.bin"):
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
+    (folder / "PICKLED/model.safetensors").unlink()
+    (folder / "WIDE").write_text('{"text": "a"}', "utf-16")
     (folder / "LOOP").symlink_to("LOOP")
     os.mkfifo(folder / "PIPE")
     return {path.name: str(path) for path in folder.iterdir()}
@@ -232,6 +245,31 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
 def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_inputs):
     words = [wrong_inputs.get(word, word) for word in shlex.split(arguments)]
     assert WRONG[arguments] in the_error(obey("saguaro.py", *words))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name, content", (
+    ("config.json", None), ("generation_config.json", None), ("tokenizer.json", None),
+    ("tokenizer_config.json", None), ("special_tokens_map.json", {"eos_token": "<|endoftext|>"}),
+    ("added_tokens.json", {"<word>": 2048}), ("chat_template.jinja", "{{ messages[0].content }}")))
+def test_a_side_file_that_is_cut_in_half_is_not_taken_for_a_missing_one(name, content, tmp_path):
+    model = shutil.copytree(TINY / "draft", tmp_path / "model")
+    if content:
+        (model / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    words = ["--target", model, "--mode", "ar", "--max-new-tokens", 1]
+    words += ["--apply-chat-template"] if "chat" in name else []
+    assert obey("saguaro.py", *words)[0] == 0
+    whole = (model / name).read_bytes()
+    (model / name).write_bytes(whole[:len(whole) // 2])
+    assert "--target" in the_error(obey("saguaro.py", *words)) or "chat" in name
+
+
+def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
+    def main():
+        raise MemoryError
+
+    assert launch.run(main) == 2
+    assert "rank 0 lacks memory (MemoryError): try more target" in capsys.readouterr().err
 
 
 def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
@@ -253,6 +291,15 @@ def test_no_file_of_a_model_is_overwritten(option, tmp_path):
         words = [option, tmp_path / "model", "--mode", "sd", "--max-new-tokens", 1, *output]
         assert f"': it belongs to {option}" in the_error(obey("saguaro.py", *words))
     assert (tmp_path / "link").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ("--output", "--trace"))
+def test_what_was_written_in_the_folder_of_a_model_is_written_anew(option, tmp_path):
+    shutil.copytree(TINY / "draft", tmp_path / "model")
+    words = ["--target", tmp_path / "model", "--mode", "ar", "--max-new-tokens", 1,
+             option, tmp_path / "model/out.json"]
+    for _ in range(2):
+        assert obey("saguaro.py", *words)[0] == 0
 
 
 def test_output_and_trace_may_not_be_one_file(pair, tmp_path):
@@ -1227,16 +1274,18 @@ def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, ch
         decoder([[1] * 16])
 
 
-@pytest.mark.parametrize("overflows, choices", (
-    ("target", dict(temperature=0)), ("target", dict(temperature=1)),
-    ("draft", dict(temperature=1))), ids=str)
-def test_logits_that_overflow_are_reported_in_one_sentence(overflows, choices):
-    target = copy.deepcopy(random_model()).half()
-    draft = imitation(random_model(), 0.1).half()
-    decoder = make_decoder(target, draft, dtype="float16", max_new_tokens=8, **choices)
-    broken = target if overflows == "target" else draft
-    broken.lm_head.weight.data *= 4e4
-    with pytest.raises(UserError, match="float16.*--dtype float32"):
+@pytest.mark.parametrize("dtype, advice", (
+    ("float16", "float16: --dtype float32 or bfloat16 has room for larger ones, or a file is d"),
+    ("float32", "float32: a file is damaged")))
+@pytest.mark.parametrize("whose, temperature", (
+    ("the target's logits", 0), ("the target's logits", 1), ("the draft's q", 1)))
+def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, dtype, advice):
+    target = copy.deepcopy(random_model()).to(getattr(torch, dtype))
+    draft = imitation(random_model(), 0.1).to(target.dtype)
+    decoder = make_decoder(target, draft, dtype=dtype, max_new_tokens=8, temperature=temperature)
+    broken = target if "target" in whose else draft
+    broken.lm_head.weight.data *= torch.finfo(target.dtype).max / 2
+    with pytest.raises(UserError, match=f"{whose} are infinite or not numbers in torch.{advice}"):
         decoder(RAGGED)
 
 

@@ -6,7 +6,7 @@ in scratch slots, must give the logits of an ordinary forward.
 import torch
 from transformers import DynamicCache
 
-from engine.errors import UserError, reported_as
+from engine.errors import UserError, not_finite, reported_as
 from engine.model import CausalLM, KVCache
 
 PROBE = 32  # tokens of the text with which a model is tried
@@ -40,8 +40,7 @@ def check_model(model: CausalLM) -> None:
         sizes |= windows
         model.kv = KVCache(0, 0)  # what was captured has the windows of this text
     if not plain.isfinite().all():
-        raise UserError(f"this {kind} model gives logits that are infinite or not numbers in "
-                        f"{model.dtype}: a damaged file, or too narrow a --dtype")
+        raise not_finite(f"this {kind} model gives logits that are", model.dtype)
     before = plain[:, :half]
     if differ(changed, before, rms(before) / 10_000):  # experts may round differently: 0.01%
         raise UserError(f"this {kind} model is not causal: its logits change with later tokens")

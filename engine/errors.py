@@ -3,6 +3,11 @@ from contextlib import contextmanager
 from typing import Iterator
 
 LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
+NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "
+              "bytes, for which `git lfs pull` fetches the file")
+MEANINGS = {  # of what libraries say
+    "trust_remote_code": "it needs code of its own, which is not run here",
+    "deserializing header": NO_WEIGHTS, "Unsupported operand 118": NO_WEIGHTS}  # v of version
 
 
 class UserError(Exception):
@@ -12,8 +17,13 @@ class UserError(Exception):
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, with the next one if it ends in a colon;
     or what the message means here."""
-    if "trust_remote_code" in str(problem):
-        return "it needs code of its own, which is not run here"
+    if isinstance(problem, UnicodeDecodeError):
+        return "it is no text in UTF-8; save it as UTF-8"
+    if isinstance(problem, UnicodeEncodeError):
+        return f"half a character at place {problem.start + 1}"
+    for sign, meaning in MEANINGS.items():
+        if sign in str(problem):
+            return meaning
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
@@ -22,6 +32,13 @@ def first_line(problem: Exception) -> str:
 def lacks_memory(problem: Exception) -> bool:
     """Return whether an exception means that memory is too small, of the host or of a GPU."""
     return isinstance(problem, MemoryError) or any(sign in str(problem) for sign in LACKS)
+
+
+def not_finite(whose: str, dtype: object) -> UserError:
+    """Return the error that logits or probabilities in a `torch.dtype` are infinite or NaN."""
+    wide = str(dtype) in ("torch.float32", "torch.float64")
+    cause = "" if wide else "--dtype float32 or bfloat16 has room for larger ones, or "
+    return UserError(f"{whose} infinite or not numbers in {dtype}: {cause}a file is damaged")
 
 
 @contextmanager
