@@ -233,11 +233,14 @@ def main() -> None:
         for submission in args.folders:
             points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
             said = [f"{number}: {remark}" for number, remark in zip(numbers, remarks) if remark]
-            said += look_at(submission)
-            table.writerow([submission, *points, sum(points), "; ".join(said)])
-            print(*points, sum(points), cell(submission), sep="\t")
+            said = list(map(cell, said + look_at(submission)))
+            name = cell(submission)
+            if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
+                name = f"./{name}"
+            table.writerow([name, *points, sum(points), "; ".join(said)])
+            print(*points, sum(points), name, sep="\t")
             for line in said:
-                print(f"\t{cell(line)}", flush=True)
+                print(f"\t{line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,14 @@ import torch
 
 from cache import geometric_fan_out
 from cli import launch
-from cli.settings import parse
+from cli.job import Job
+from cli.settings import Settings, parse
 from course import grading, handout, mark, page, race
 from course.exam import failure, stored
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
 from course.options import PageSettings
 from engine.errors import UserError
+from saguaro import Decoder
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -883,3 +886,26 @@ def test_a_hand_out_grades_itself(hand_out):
     assert [n for n in EXERCISES if f"NotImplementedError: exercise {n}:" in report] == [
         n for n in EXERCISES if n != "4"]
     assert "geometric_fan_out" not in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis, values, changes", (
+    ("mode", ("ar",), {}), ("mode", ("ssd",), {}), ("budget", (6, 12, 24, 48), {}),
+    ("fan_out", ("geometric",), {}), ("lookahead", (2, 4, 10), dict(fan_out="geometric"))))
+def test_the_greedy_rows_of_the_lecturers_first_table(axis, values, changes):
+    settings = Settings(**dict(device="cpu", lookahead=7, budget=24, fan_out="uniform") | changes)
+    job = Job(settings)
+    models = job.load()
+    summaries = []
+    for value in values:
+        decoder = Decoder(replace(settings, **{axis: value}), models)
+        decoder(job.prompts)
+        summaries.append(decoder.stats.summary())
+    columns = []
+    for name in ("rounds", "tokens_per_round", "acceptance_rate", "hit_rate"):
+        numbers = [summary[name] or "" for summary in summaries]
+        texts = [f"{number:.2f}" if isinstance(number, float) else str(number)
+                 for number in numbers]
+        columns.append(", ".join(texts if len({*texts}) > 1 else texts[:1]).replace("1.00", "1"))
+    row = f"| {' | '.join(columns)} |".replace("|  |", "| |").replace("|  |", "| |")
+    assert row in (ROOT / "course/LECTURER.md").read_text("utf-8")

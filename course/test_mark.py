@@ -154,22 +154,26 @@ def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
-    """Answers that are right, missing, unreadable, and in a folder whose name is two columns."""
+    """Answers that are right, missing, unreadable, and in folders whose names are two columns, and
+    a formula."""
+    monkeypatch.chdir(tmp_path)
     answers = {"right": RIGHT, "none": with_bodies(missing("6")), "syntax": "def f(:",
-               "eve\n10\t10\tbob": with_bodies("raise ValueError('\\x1b[2J')")}
+               "eve\n10\t10\tbob": with_bodies("raise ValueError('\\x1b[2J')"),
+               "=1+2": "def f(:"}
     for name, module in answers.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "cache.py").write_text(module)
     (tmp_path / "gone").mkdir()
-    folders = [str(tmp_path / name) for name in (*answers, "gone")]
-    monkeypatch.setattr(sys, "argv", ["mark.py", *folders, "--csv", str(tmp_path / "marks.csv"),
-                                      "--only", "6", "--seed", "7"])
+    words = ["--csv", "marks.csv", "--only", "6", "--seed", "7"]
+    monkeypatch.setattr(sys, "argv", ["mark.py", *answers, "gone", *words])
     mark.main()
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "remarks"]
-    assert [row[1:3] for row in rows[1:]] == [["10", "10"]] + [["0", "0"]] * 4
+    assert [row[1:3] for row in rows[1:]] == [["10", "10"]] + [["0", "0"]] * 5
     assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "SyntaxError" in rows[3][3]
-    assert "FileNotFoundError" in rows[5][3]
+    assert "FileNotFoundError" in rows[6][3]
+    assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
+    assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
     shown = capsys.readouterr().out
     assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n10\t10\t")
     assert r"eve\n10\t10\tbob" in shown and "\x1b" not in shown

@@ -217,8 +217,8 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
 def matrix_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
                     scale: float) -> torch.Tensor:
     """Attend by two batched products and a softmax, in float32 or wider. For few queries a GPU is
-    faster so: PyTorch's kernel for a mask gives a head's queries to few of its processors. Shapes
-    are query `[B, groups, m, d]`, key and value `[B, groups, slots, d]`, and mask
+    faster so: PyTorch's memory-efficient kernel, which takes a mask, keeps few of its processors
+    busy. Shapes are query `[B, groups, m, d]`, key and value `[B, groups, slots, d]`, and mask
     `[B, 1, m, slots]`. Returns `[B, groups, m, d]`."""
     wide = {} if query.dtype.itemsize > 2 else {"out_dtype": torch.float32}
     scores = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, **wide)
