@@ -31,16 +31,16 @@ import transformers
 from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
-from cli.job import Job
-from cli.placement import gather
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
-from cli.stats import Stats, theorem_7
 from engine.errors import UserError
 from engine.model import CausalLM
 from engine.timing import linear_layers
 from figures import draw
 from figures.guesses import counted_hit_rate, fit_shape
-from saguaro import Decoder, batches_of, plan, warm_up, workers
+from run.decoder import Decoder, batches_of, make_plan, warm_up, workers
+from run.job import Job
+from run.placement import gather
+from run.stats import Stats, theorem_7
 from sampling import Sampler
 
 NUM_PROMPTS = 12
@@ -98,7 +98,7 @@ class Bench:
             self.sd_models = self.sd_models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
-        target, draft = workers(largest, self.sd_models)
+        target, draft = workers(largest, self.sd_models, make_plan(largest))
         if target:  # buffers, with graphs, that serve all points
             target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
         draft.allocate(max(SLOWER), self.job.max_length)
@@ -204,7 +204,7 @@ def largest_tells(settings: Settings) -> bool:
     round. If so, one run with the `LARGEST` budget tells the tokens of a round and, by its counts
     of guesses, the hits of every smaller cache."""
     return (settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
-            and not plan(settings).by_round)
+            and not make_plan(settings).by_round)
 
 
 def counts_of(settings: Settings, stats: Stats) -> Metrics:
@@ -217,7 +217,7 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)
         table[0, 0] += sum(len(rows) for number, *_, rows in stats.log if number == 0)
-        counts["hit_rate"] = counted_hit_rate(table, plan(settings).fan_out[PRIMARY])
+        counts["hit_rate"] = counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
         counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
     return counts
 

@@ -40,6 +40,16 @@ class Outcome(NamedTuple):
         return self.num_accepted == FINISHED
 
 
+class RowRound(NamedTuple):
+    """Holds a round of one row of a batch."""
+    row: int
+    source: int            # who drafted: PRIMARY or BACKUP
+    drafted: list[int]     # [K]
+    num_accepted: int      # k
+    bonus: int             # t*
+    new_tokens: list[int]  # what joined the text: s_1..s_k and t*, unless it ended before
+
+
 class Speculation(NamedTuple):
     """Holds K drafted tokens for each row."""
     tokens: torch.Tensor  # [B, K]

@@ -1,4 +1,4 @@
-"""Speculative speculative decoding (SSD): Algorithm 1, its two columns, and the command.
+"""Speculative speculative decoding (SSD): Algorithm 1, its two columns.
 
 In ssd rank 0 holds the target and decodes; the last rank holds the draft and answers. Ranks between
 them share the target with rank 0 (tensor parallelism) and follow it. All ranks parse the same
@@ -25,30 +25,17 @@ In sd, in ar and in a notebook no other rank drafts: `TakingTurns` stands in for
 if __name__ == "__main__":  # before the imports below, which take seconds; `launch` never returns
     from cli.launch import launch
     from cli.settings import Settings
-    launch(Settings, "saguaro")  # parses, starts the draft's rank, imports this file, calls `main`
+    launch(Settings, "run")  # parses, starts the draft's rank, and calls `run.main`
 
-import time
-from dataclasses import replace
-from typing import Callable, Iterator
+from typing import Iterator
 
 import torch
 import torch.distributed as dist
 
-from cache import FAN_OUTS_BY_ROUND, FINISHED, Outcome, Speculation, choose_backup, fan_out_shape
-from cli.job import Job, Models, check_prompts
-from cli.placement import Placement, gather
-from cli.screen import Display
-from cli.settings import Settings
-from cli.stats import RowRound, Stats, choices
-from draft_worker import BACKUPS, DraftWorker, Plan
-from engine.errors import UserError, reported_as
+from cache import FINISHED, Outcome, RowRound, Speculation
+from draft_worker import DraftWorker
 from engine.model import to_device
-from sampling import Sampler
 from target_worker import TargetWorker
-
-# (row, new tokens, source), after every round; if it returns False, the row's text ends there
-OnTokens = Callable[[int, list[int], int], bool | None]
-
 
 # ---- the columns of Algorithm 1 ----
 
@@ -106,8 +93,9 @@ class Channel:
     target. Outcomes decide what Python does next, so they travel between host memories, in the
     default group. Speculations feed the models, so they travel from device to device."""
 
-    def __init__(self, placement: Placement, lookahead: int, q_template: torch.Tensor):
-        """`q_template` `[V]`, or `[0]` for point masses, gives every q its width and type, and the
+    def __init__(self, placement, lookahead: int, q_template: torch.Tensor):
+        """`placement` knows the draft's rank, and the group in which speculations travel.
+        `q_template` `[V]`, or `[0]` for point masses, gives every q its width and type, and the
         messages between devices theirs."""
         self.draft_rank = placement.draft_rank
         self.group = placement.world_group
@@ -219,159 +207,3 @@ class Sequences:
     def stop(self, row: int) -> None:
         """End a row's text. All ranks hear of it with the next outcome."""
         self.finish_reasons[row] = self.finish_reasons[row] or "stop"
-
-
-# ---- putting it together ----
-
-class Decoder:
-    """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
-    and call it for the same batches. Decoders of the same models share their KV, so use one at a
-    time. For other settings make another."""
-
-    def __init__(self, settings: Settings, models: Models):
-        self.settings = settings
-        self.models = models
-        self.placement = models.placement
-        self.lookahead = settings.lookahead if settings.mode != "ar" else 0
-        self.target, self.draft = workers(settings, models)
-        self.channel = None
-        if self.placement and self.placement.world_size > 1:
-            width = models.vocab_size if settings.temperature else 0
-            dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            q_template = torch.empty(width, dtype=dtype, device=self.placement.channel_device)
-            self.channel = Channel(self.placement, self.lookahead, q_template)
-        if settings.mode != "ar" and not (self.draft or self.channel):
-            raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
-        stops_at_eos = models.target is not None and not settings.ignore_eos
-        self.eos = models.target.eos_tokens if stops_at_eos else []
-        chosen = choices(plan(settings), settings.downweight) if self.lookahead else {}
-        self.stats = Stats(self.lookahead, chosen,
-                           in_turns=settings.mode == "ssd" and not self.channel)
-
-    def __call__(self, prompts: list[list[int]],
-                 on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
-        """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
-        says why each text ended. Rank 0 calls `on_tokens` after every round. What that raises is
-        raised here, once the batch has ended on all ranks. Raises `UserError` for prompts that
-        cannot be continued."""
-        self.models.set_pace(self.settings.pace)
-        context = self.models.context
-        prompts = check_prompts(prompts, context, self.models.vocab_size)
-        sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
-                              self.models.max_length)
-        if self.channel is None or self.placement.rank == 0:
-            self.lead(sequences, on_tokens)
-        elif self.draft:
-            serve(self.draft, self.channel, prompts, sequences.max_length)
-        else:
-            follow(self.target, self.channel, prompts, sequences.max_length)
-        spans = [span for worker in (self.target, self.draft) if worker
-                 for span in worker.clock.read()]
-        report = (spans, self.draft.guess_counts.report() if self.draft else [])
-        self.stats.add(gather(report) if self.channel else [report])
-        self.finish_reasons = sequences.finish_reasons
-        if sequences.failure:
-            raise sequences.failure
-        return sequences.new_tokens
-
-    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
-        """Decode on rank 0, and record and show every round."""
-        start = time.perf_counter()
-        rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, _ in enumerate(rounds):
-            end = time.perf_counter()
-            self.stats.log.append((number, start, end, sequences.last_round))
-            start = end  # showing a round counts in the next, and overlaps the speculator's answer
-            try:
-                for row in sequences.last_round:
-                    if on_tokens(row.row, row.new_tokens, row.source) is False:
-                        sequences.stop(row.row)
-            except BaseException as problem:  # other ranks are at work: end the batch with them
-                sequences.failure = problem
-                for row in range(len(sequences.prompts)):
-                    sequences.stop(row)
-
-    def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
-        """Return who drafts for rank 0: another rank, or this process."""
-        if self.settings.mode == "ssd" and self.channel:
-            return self.channel
-        return TakingTurns(self.draft, sequences.prompts, sequences.max_length, self.channel)
-
-
-def workers(settings: Settings,
-            models: Models) -> tuple[TargetWorker | None, DraftWorker | None]:
-    """Make the verifier and the speculator, or None for what another rank runs, or nobody."""
-    sampling = (settings.temperature, settings.top_k, settings.top_p)
-    target = None
-    draft = None
-    if models.target:
-        target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
-    if models.draft and settings.mode != "ar":
-        sampler = Sampler(*sampling, settings.downweight)
-        draft = DraftWorker(models.draft, sampler, settings.seed, plan(settings))
-    return target, draft
-
-
-def plan(settings: Settings) -> Plan:
-    """Make the choices of sections 4.1 and 4.3. Raises `UserError` for an unknown name."""
-    fan_out = fan_out_with(settings, settings.acceptance_rate)
-    backup = settings.backup
-    critical_batch_size = None
-    if backup == "auto":
-        target, draft = settings.pace
-        draft_pass = draft / target if target else 1 / len(fan_out)  # assumes T_p = 1
-        backup, critical_batch_size = choose_backup(
-            settings.batch_size, fan_out, settings.acceptance_rate,
-            settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
-    if backup not in BACKUPS:
-        raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    rates = (settings.acceptance_rate, settings.backup_acceptance(backup))
-    return Plan([fan_out, fan_out_with(settings, rates[1])], backup, critical_batch_size,
-                FAN_OUTS_BY_ROUND.get(settings.fan_out), rates, settings.miss_exponent)
-
-
-def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
-    """Return F_0..F_K as --fan-out says; all are 0 in sd, where nothing is prepared."""
-    with reported_as(f"--fan-out {settings.fan_out}", ValueError):
-        shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                              acceptance_rate, settings.miss_exponent)
-    return [0] * len(shape) if settings.mode == "sd" else shape
-
-
-def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Return the prompts, `size` at a time. The last batch may have fewer."""
-    return [prompts[start:start + size] for start in range(0, len(prompts), size)]
-
-
-def warm_up(settings: Settings, models: Models, prompts: list[list[int]]) -> None:
-    """Decode a few rounds, with hits and misses, of the first batch and of the last, which may be
-    smaller: on GPUs libraries start, and passes are captured, at their first use."""
-    few = min(4 * (settings.lookahead + 1), settings.max_new_tokens)
-    short = replace(settings, max_new_tokens=few, ignore_eos=True)
-    batches = batches_of(prompts, settings.batch_size)
-    misses = replace(short, budget=0, fan_out="geometric")  # a shape by hand has another budget
-    for number in sorted({0, len(batches) - 1}):
-        for variant in (short, misses):
-            Decoder(variant, models)(batches[number])
-
-
-def main(settings: Settings) -> None:
-    """Decode all prompts, and show them."""
-    plan(settings)  # raises UserError now, not after loading
-    job = Job(settings)
-    settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
-    job.settings = settings  # with the batch size that Theorems 7 and 17 mean
-    display = Display(job) if job.placement.rank == 0 else None
-    models = job.load()
-    if job.placement.any_gpu:
-        warm_up(settings, models, job.prompts)
-    decoder = Decoder(settings, models)
-    batches = batches_of(job.prompts, settings.batch_size)
-    if display is None:
-        for batch in batches:
-            decoder(batch)
-    else:
-        display.begin()
-        for batch in batches:
-            display.end_batch(decoder(batch, display.show), decoder.finish_reasons)
-        display.finish(decoder.stats)

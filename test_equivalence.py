@@ -64,8 +64,6 @@ import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
-from cli.job import Job, Models
-from cli.placement import Placement
 from cli.settings import TINY, Settings
 from draft_worker import DraftWorker
 from engine.counts import GuessCounts
@@ -77,7 +75,9 @@ from figures.guesses import (
     counted_miss_rates,
     fit_power_law,
 )
-from saguaro import Decoder, plan
+from run.decoder import Decoder, make_plan
+from run.job import Job, Models
+from run.placement import Placement
 from sampling import Sampler
 from target_worker import TargetWorker
 from testing.shared import (
@@ -930,7 +930,7 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
     T_p = max(1.0, 5 * draft_pass)
     backups = []
     for rows in (1, 2, 4, 8, 16, 32, 64):
-        chosen_plan = plan(settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
+        chosen_plan = make_plan(settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
                                     miss_exponent=0.3, batch_size=rows, pace=pace))
         backups.append(chosen_plan.backup)
         speed = {"neural": cache.throughput(hit_rate, E, E, T_p, T_p - 1 + 4 * draft_pass, rows),

@@ -10,10 +10,10 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from cache import PRIMARY, throughput
-from cli.job import Job
 from cli.settings import DecodingSettings, open_for_writing
-from cli.stats import Stats, theorem_7, trace_of
 from cli.text import TextStream, printable, text_pieces
+from run.job import Job
+from run.stats import Stats, theorem_7, trace_of
 
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),

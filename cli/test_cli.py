@@ -39,26 +39,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 import cache
 import draft_worker
-import saguaro
-from cache import PRIMARY
-from cli import launch, placement, screen
-from cli.job import Job, encode, open_model
+import run
+from cache import PRIMARY, RowRound
+from cli import launch, screen
 from cli.screen import Display, print_summary
 from cli.settings import ROOT, TINY, BenchSettings, Settings, open_for_writing, parse
-from cli.stats import RowRound, Stats
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
 from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
-from saguaro import Decoder
+from run import placement
+from run.decoder import Decoder, make_plan
+from run.job import Job, encode, open_model
+from run.stats import Stats
 from testing.shared import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 
 if os.name == "nt":
     pytest.skip("tests of processes and signals need POSIX: use WSL", allow_module_level=True)
 slow = pytest.mark.slow
-PROGRAMS = {"saguaro.py": Settings, "bench.py": BenchSettings}
+PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 PREPARE_PROCESS = launch.prepare_process  # tests in this process replace it
 
@@ -90,7 +91,7 @@ def obey(program: str, *words, out=None) -> tuple[int, str]:
     output = StringIO()
     with redirect_stdout(out or output), redirect_stderr(output):
         with pytest.raises(SystemExit) as stopped:
-            launch.launch(PROGRAMS[program], program.removesuffix(".py"))
+            launch.launch(*PROGRAMS[program])
     return stopped.value.code or 0, output.getvalue()
 
 
@@ -584,7 +585,7 @@ def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkey
             raise UserError("in the second batch")
         return prompts
 
-    monkeypatch.setattr(saguaro, "check_prompts", fail)
+    monkeypatch.setattr(run.decoder, "check_prompts", fail)
     words = [*pair, "--mode", "ar", "--output", tmp_path / "out"]
     assert obey("saguaro.py", *words)[0] == 2
     lines = list(map(json.loads, (tmp_path / "out").read_text().splitlines()))
@@ -706,7 +707,7 @@ def test_no_model_is_left_when_a_run_ends_with_an_error(kind, status, monkeypatc
         models.append(weakref.ref(model))
         raise kind("Connection reset by peer")
 
-    monkeypatch.setattr(saguaro, "main", main)
+    monkeypatch.setattr(run, "main", main)
     monkeypatch.setattr(launch, "GRACE", 0)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     gc.disable()
@@ -1347,7 +1348,7 @@ def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
         assert len(points) > 10
         for point in points:
             settings = bench.settings_of(point)
-            chosen = saguaro.plan(settings)
+            chosen = make_plan(settings)
             assert (chosen.backup, chosen.budget, settings.downweight) == ("neural", 0, 1.0)
             if settings.mode == "sd":
                 bench.count(point, [])

@@ -20,13 +20,14 @@ from typing import Any, Iterator, NamedTuple
 import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
-from cli.job import Job, Models
 from cli.screen import Display, can_show_colours
 from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
 from engine.noise import VERIFIER_STREAM, UniformStream
-from saguaro import Sequences, TakingTurns, decode, workers
+from run.decoder import make_plan, workers
+from run.job import Job, Models
+from saguaro import Sequences, TakingTurns, decode
 from sampling import Sampler, residual
 
 WIDTH = 100  # columns of a line, at most
@@ -75,7 +76,8 @@ class Narrator:
     def __init__(self, job: Job, models: Models):
         settings = job.settings
         self.job = job
-        self.target, self.draft = workers(settings.to_settings(batch_size=len(job.prompts)), models)
+        ours = settings.to_settings(batch_size=len(job.prompts))
+        self.target, self.draft = workers(ours, models, make_plan(ours))
         self.sequences = Sequences(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
                                    models.context, models.target.eos_tokens)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)

@@ -27,7 +27,7 @@ from course.explain import Narrator
 from course.options import PageSettings
 from course.race import TRACE, race
 from engine.errors import UserError
-from saguaro import warm_up
+from run.decoder import warm_up
 
 
 def timed(bench: Bench, line: dict) -> dict:

@@ -21,14 +21,14 @@ import torch
 
 from cache import geometric_fan_out
 from cli import launch
-from cli.job import Job
 from cli.settings import Settings, parse
 from course import grading, handout, mark, page, race
 from course.exam import failure, stored
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
 from course.options import PageSettings
 from engine.errors import UserError
-from saguaro import Decoder
+from run.decoder import Decoder
+from run.job import Job
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]

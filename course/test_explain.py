@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from cli.job import Job
 from cli.settings import parse
 from course import explain
 from course.handout import ROOT
 from course.options import ExplainSettings
+from run.job import Job
 
 
 @pytest.fixture(scope="module")

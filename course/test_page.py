@@ -21,12 +21,12 @@ import pytest
 import cache
 import course.race
 from cli import launch
-from cli.job import Job
 from cli.settings import ROOT
 from course import page
 from course.options import PageSettings
 from course.race import COLUMNS, LEFT, PAUSE, RIGHT, SLOWER, race
 from engine.errors import UserError
+from run.job import Job
 
 REFRESH = "python -m course.page --out docs/index.html"
 PAGE = (ROOT / "docs/index.html").read_text("utf-8")

@@ -45,11 +45,11 @@ def not_finite(whose: str, dtype: object) -> UserError:
 def reported_as(sentence: str, kinds: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
     the library says. `kinds` is a class of exceptions or a tuple of them, as in `except`. By
-    default it is all, because damaged files and foreign models raise what they please. A
-    `UserError`, and what says that memory is too small, stay as they are."""
+    default it is all, because damaged files and foreign models raise what they please. If memory is
+    too small, the exception stays as it is."""
     try:
         yield
     except kinds as problem:
-        if isinstance(problem, UserError) or lacks_memory(problem):
+        if lacks_memory(problem):
             raise
         raise UserError(f"{sentence}: {first_line(problem)}") from problem

@@ -36,14 +36,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 import engine.model
-import saguaro
+import run.decoder
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
-from cli import placement
-from cli.job import Job
 from cli.launch import watch
-from cli.placement import Placement
 from cli.screen import print_times
 from cli.settings import ROOT, TINY, Settings
 from engine import cuda_graphs
@@ -53,7 +50,11 @@ from engine.errors import UserError
 from engine.model import SDPA, CausalLM, load
 from engine.tensor_parallel import split
 from engine.timing import PacedClock
-from saguaro import Decoder, Sequences
+from run import placement
+from run.decoder import Decoder
+from run.job import Job
+from run.placement import Placement
+from saguaro import Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus, real_gpus
 from testing.shared import (
     RAGGED,
@@ -104,11 +105,13 @@ PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
 
 
 @pytest.mark.parametrize("files, forbidden", (
-    ("engine/*.py", PAPER | {"cli", "audit", "bench", "course"}),
-    ("sampling.py", PAPER | {"cli", "engine", "audit"}),
-    ("cache.py", PAPER | {"cli", "engine", "audit"}),
-    ("*_worker.py", {"cli", "saguaro", "audit"}),
-    ("audit/*.py", PAPER | {"cli", "engine.model", "engine.noise", "course"})))
+    ("engine/*.py", PAPER | {"cli", "run", "audit", "bench", "course"}),
+    ("sampling.py", PAPER | {"cli", "run", "engine", "audit"}),
+    ("cache.py", PAPER | {"cli", "run", "engine", "audit"}),
+    ("*_worker.py", {"cli", "run", "saguaro", "audit"}),
+    ("saguaro.py", {"run", "cli.screen", "cli.text", "audit", "bench", "course"}),
+    ("run/*.py", {"audit", "bench", "course"}), ("cli/*.py", {"audit", "bench", "course"}),
+    ("audit/*.py", PAPER | {"cli", "run", "engine.model", "engine.noise", "course"})))
 def test_imports_run_one_way(files, forbidden):
     for file in Path(__file__).parents[1].glob(files):
         if not file.name.startswith("test"):
@@ -384,7 +387,7 @@ from cli.launch import launch
 from cli.settings import Settings
 from testing.fake_cuda import {0}
 {0}(2)
-launch(Settings, "saguaro")"""
+launch(Settings, "run")"""
 
 
 @slow
@@ -409,7 +412,7 @@ def test_a_killed_rank_on_a_gpu_ends_the_other(gpus, tmp_path):
 
 def run_traced(folder: Path) -> None:
     """A rank's job: the command."""
-    saguaro.main(Settings(
+    run.decoder.main(Settings(
         prompt=("def f(x):", "class A:", "x"), batch_size=2, max_new_tokens=20, temperature=1.0,
         device="cpu", trace=str(folder / "trace"), output=str(folder / "output")))
 

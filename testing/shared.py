@@ -15,10 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cli.job import Models
 from cli.settings import Settings
 from engine.model import CausalLM
-from saguaro import Decoder, Sequences, decode
+from run.decoder import Decoder
+from run.job import Models
+from saguaro import Sequences, decode
 
 RAGGED = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [11, 12]]  # prompts
 torch.set_num_threads(1)  # the models here are too small to share

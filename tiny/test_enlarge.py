@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.job import Job
 from cli.launch import run
 from cli.settings import TINY, Settings
-from saguaro import Decoder
+from run.decoder import Decoder
+from run.job import Job
 from testing.shared import assert_close, texts_and_rounds
 from tiny import enlarge
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, __version__
 from transformers.utils import cached_file
 
-from cli.placement import Placement
 from cli.settings import DecodingSettings, read_prompts
 from cli.text import printable
 from engine.check import check_model
@@ -20,6 +19,7 @@ from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM, context_length, load
 from engine.tensor_parallel import check_shardable, split
+from run.placement import Placement
 
 
 class Models(NamedTuple):

@@ -1,21 +1,11 @@
 """Counts and times of decoding, and the speedup that Theorem 7 predicts from them; --trace."""
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from cache import BACKUP, PRIMARY, throughput
-from cli.placement import Placement
+from cache import BACKUP, PRIMARY, RowRound, throughput
 from draft_worker import Plan
-
-
-class RowRound(NamedTuple):
-    """Holds a round of one row of a batch."""
-    row: int
-    source: int            # who drafted: PRIMARY or BACKUP
-    drafted: list[int]     # [K]
-    num_accepted: int      # k
-    bonus: int             # t*
-    new_tokens: list[int]  # what joined the text: s_1..s_k and t*, unless it ended before
+from run.placement import Placement
 
 
 @dataclass
