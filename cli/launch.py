@@ -55,14 +55,14 @@ def prepare_process() -> None:
     is closed, and ranks choose their own cores."""
     if hasattr(builtins, "__IPYTHON__"):  # its process, and its Ctrl-C, are not ours to change
         raise UserError(f"in IPython and notebooks start it as !python {Path(sys.argv[0]).name}")
-    # the kernel keeps a signal without a handler from the first process of a container
+    # the first process of a container gets no signal for which it has no handler
     ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: leave(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, ends)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
-    # waiting threads give their cores back sooner: twice as fast beside busy programs
+    # threads that wait give up their cores sooner: beside busy programs, twice the speed
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.set_threshold(100_000)  # a garbage collection would delay a pass
     tqdm.set_lock(threading.RLock())  # its own lock, for processes, would outlive Ctrl-C

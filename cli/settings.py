@@ -14,7 +14,7 @@ from engine.files import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
-IN_USE = ("prompts", "output", "target", "draft")  # what no other file is written over
+IN_USE = ("prompts", "output", "target", "draft")  # no other file is written over these
 WRITTEN_HERE = (b'{"settings": ', b'{"traceEvents": ', b'{\n "machine": ', b"<!DOCTYPE html>")
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",

@@ -82,8 +82,8 @@ def rms(logits: torch.Tensor) -> float:
 
 def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) -> bool:
     """Return whether logits differ, in the vocabulary that both have, by more than 8 times the
-    `rounding` or a last digit. (In 15 families and four types sound models differ by at most 1.9
-    times the rounding, others by at least 15 times.)"""
+    larger of `rounding` and a last digit. (In 15 families and four types sound models differ by at
+    most 1.9 times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
     digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
     allowed = 8 * max(rounding, digit * rms(expected))

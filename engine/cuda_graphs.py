@@ -104,7 +104,7 @@ class GraphRunner:
                 return CapturedGraph(model, inputs, expected, self.stream, like)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as problem:  # the cause, if the end of the capture failed because of it
+        except RuntimeError as problem:  # of the capture's end: its cause says more
             reason = first_line(problem.__context__ or problem)
             raise UserError(f"{model.model.config.model_type} passes cannot be captured as CUDA "
                             f"graphs ({reason}): start with --passes eager") from problem

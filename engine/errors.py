@@ -15,8 +15,8 @@ class UserError(Exception):
 
 
 def first_line(problem: Exception) -> str:
-    """Return the first line of a library's error message, with the next one if it ends in a colon;
-    or what the message means here."""
+    """Return the first line of a library's error message, and the second if the first ends in a
+    colon. Where the message would not help here, return what it means."""
     if isinstance(problem, UnicodeDecodeError):
         return "it is no text in UTF-8; save it as UTF-8"
     if isinstance(problem, UnicodeEncodeError):

@@ -23,8 +23,7 @@ A verified token lives in the slot whose number is its position. Then
     b1 sees     x  x  x  | x   .  | .  x  .  | .   x   .
 
 Hugging Face models take this unmodified: any object with a fitting `update` passes for their cache,
-and a 4-D `attention_mask` is used as it is. Any module that is called as they are takes their
-place.
+and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
 from typing import Callable
@@ -90,9 +89,8 @@ class CausalLM:
     def __init__(self, model: PreTrainedModel, vocab_size: int | None = None):
         """Of a `model` its `config`, `dtype`, `get_input_embeddings` and `forward` are used, and of
         a target its `generation_config`. `vocab_size` is the V of the logits. A draft is given its
-        target's, because families pad embeddings differently. So tokens beyond V are never
-        proposed. Tokens that the draft lacks have q = 0, and in a text it reads its own last token
-        instead of them."""
+        target's, because families pad embeddings differently: it proposes no id beyond V, gives
+        ids that it lacks q = 0, and reads its own last id in their place."""
         self.model = model.eval()
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size

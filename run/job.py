@@ -23,7 +23,7 @@ from run.placement import Placement
 
 
 class Models(NamedTuple):
-    """Holds the models of this rank. None is held by another rank, or needed by nobody."""
+    """Holds the models of this rank. None: another rank holds it, or nobody needs it."""
     target: CausalLM | None
     draft: CausalLM | None
     context: int         # the target's, in tokens

@@ -21,7 +21,7 @@ class Stats:
     guesses: tuple[list, list] = ([], [])  # `GuessCounts.report`
 
     def __post_init__(self):
-        """Rows that another rank has sent are lists."""
+        """Make a `RowRound` of each row that another rank has sent: JSON made lists of them."""
         self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
 
     def add(self, ranks: list[tuple[list, list]]) -> None:
