@@ -37,7 +37,7 @@ class CapturedGraph:
         share memory: they are captured on one `stream`, replayed one after the other, and what
         each gives is copied before the next. Raises RuntimeError if the pass cannot be captured, or
         if its replay gives other logits."""
-        self.inputs = tuple(tensor.clone() for tensor in inputs)
+        self.inputs = inputs
         pool = next((graph.graph.pool() for graph in model.kv.graphs.values()), None)
         self.output = like.output if like else torch.empty_like(expected)
         self.graph = torch.cuda.CUDAGraph()
@@ -98,6 +98,7 @@ class GraphRunner:
 
     def capture(self, model: CausalLM, inputs: tuple[torch.Tensor, ...],
                 like: CapturedGraph | None) -> CapturedGraph:
+        inputs = tuple(tensor.clone() for tensor in inputs)  # their places, from the warm-up on
         expected = self.warm_up(model, inputs)
         try:
             with torch.compiler.set_stance(self.stance):
