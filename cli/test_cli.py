@@ -265,6 +265,24 @@ def test_a_side_file_that_is_cut_in_half_is_not_taken_for_a_missing_one(name, co
     assert "--target" in the_error(obey("saguaro.py", *words)) or "chat" in name
 
 
+@slow
+def test_a_damaged_file_of_a_model_from_the_hub_is_not_taken_for_a_missing_one(tmp_path):
+    """In the Hub's cache, offline: whole, damaged, missing."""
+    folder = tmp_path / "hub/models--own--model"
+    snapshot = shutil.copytree(TINY / "draft", folder / "snapshots" / ("ab" * 20))
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("ab" * 20)
+    words = [sys.executable, ROOT / "saguaro.py", "--target", "own/model", "--mode", "ar",
+             "--max-new-tokens", "1"]
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    side = snapshot / "generation_config.json"
+    for change, status in ((lambda: None, 0), (lambda: side.write_text("{"), 2), (side.unlink, 0)):
+        change()
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("its generation_config.json is damaged" in done.stderr) == (status == 2)
+
+
 def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
     def main():
         raise MemoryError
