@@ -100,6 +100,9 @@ class FakeCUDATensor(Tensor):
         def copy_(self, source, non_blocking=False):
             return torch.ops.aten.copy_(self, source, non_blocking)
 
+        def contiguous(self):
+            return torch.ops.aten.clone(self, memory_format=torch.contiguous_format)
+
         def __float__(self) -> float:
             return float(self.cpu())
 
