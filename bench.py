@@ -403,17 +403,17 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 
 @torch.inference_mode()
 def growth(bench: Bench) -> list[Metrics]:
-    """Time passes over 1, 5 and 12 tokens, in ms, with random weights, while one size grows. With
-    K = 4 and 12 guesses a verification reads 5 tokens, the trunk 5, a pass over the tree 12, and a
-    pass of the backup 1. They run as in decoding. Beside each stands its floor, the time of its
-    linear layers alone. If a miss yields as many tokens as a hit, then by Theorem 7, in a batch by
-    Corollary 16, SSD is faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
+    """Time the passes of a round, in ms, with random weights, while one size grows. They run as in
+    decoding. A verification and the trunk read K + 1 tokens, a pass over the tree as many as the
+    budget, and a pass of the backup one. Beside each stands the time of its linear layers alone. If
+    a miss yields as many tokens as a hit, then by Theorem 7, in a batch by Corollary 16, SSD is
+    faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
     if not bench.leads:
         return []
     found = []
     K = bench.settings.lookahead
     budget = bench.settings.budget
-    device = torch.device(bench.job.placement.device)
+    device = bench.job.placement.device
     # quick: to see it run
     shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES[device.type]
     models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(
@@ -451,7 +451,7 @@ def growth(bench: Bench) -> list[Metrics]:
 
 def milliseconds(work: Callable, *inputs, **options) -> float:
     """Return how long this takes, the median of three, until [0] of what it returns is there: of a
-    model's output the logits. Of these a few are copied."""
+    model's output the logits. Copying a few numbers waits for all."""
     return 1000 * median(repeat(lambda: work(*inputs, **options)[0][..., :1].cpu(), number=1,
                                 repeat=3))
 

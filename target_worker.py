@@ -35,7 +35,8 @@ class TargetWorker:
 
     def verify(self, speculation: Speculation) -> Outcome:
         """Make one pass over the last verified token and the K drafted ones. Accept, reject, and
-        add the bonus token. Raises `UserError` for logits or a q with NaN."""
+        add the bonus token. Raises `UserError` for logits or a q that are
+        infinite or NaN."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.clock("verify"):
@@ -53,7 +54,7 @@ class TargetWorker:
             num_accepted, bonus, *finite = torch.stack([num_accepted, bonus, *finite]).cpu()
         for whose, numbers in zip(("the target's logits", "the draft's q"), finite):
             if not numbers.all():
-                raise not_finite(f"{whose} are", self.model.dtype)
+                raise not_finite(whose, self.model.dtype)
         return Outcome(num_accepted, bonus)
 
     def advance(self, outcome: Outcome) -> None:

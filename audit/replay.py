@@ -85,7 +85,7 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
         p = warpers(None, piece).double().softmax(-1)
         if p.isnan().any():
-            raise not_finite("the target's logits are", logits.dtype)
+            raise not_finite("the target's logits", logits.dtype)
         outside = p.gather(-1, token[:, None]) == 0
         raised = piece.scatter_add(-1, token[:, None], rounding(piece, precision)[:, None])
         let_in = warpers(None, raised).gather(-1, token[:, None]) > -torch.inf

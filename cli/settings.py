@@ -15,6 +15,7 @@ from engine.files import read_json_lines
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
 IN_USE = ("prompts", "output", "target", "draft")  # no other file is written over these
+# how files of --output, --trace and --out begin: no loader reads them
 WRITTEN_HERE = (b'{"settings": ', b'{"traceEvents": ', b'{\n "machine": ', b"<!DOCTYPE html>")
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
@@ -258,7 +259,8 @@ def open_for_writing(flag: str, path: str | None, mode: str = "w",
         for name in IN_USE if path and Path(path).is_file() else ():
             given = Path(getattr(settings, name, None) or os.devnull)
             files = filter(os.path.exists, [given, *given.glob("*")])
-            ours = given.is_dir() and Path(path).read_bytes().startswith(WRITTEN_HERE)
-            if flag != f"--{name}" and any(map(Path(path).samefile, files)) and not ours:
-                raise OSError(f"it belongs to --{name}")
+            if flag != f"--{name}" and any(map(Path(path).samefile, files)):
+                with open(path, "rb") as file:
+                    if not given.is_dir() or not file.read(20).startswith(WRITTEN_HERE):
+                        raise OSError(f"it belongs to --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")

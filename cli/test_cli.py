@@ -1526,7 +1526,8 @@ def test_growth_puts_the_times_of_passes_into_theorem_7(monkeypatch, tmp_path, c
     timed = bench_py.milliseconds
     monkeypatch.setattr(bench_py, "milliseconds", lambda work, tokens, *inputs, **options: (
         timed(work, tokens, *inputs, **options) and took[tokens.shape[1]]))
-    job = SimpleNamespace(placement=SimpleNamespace(device="cpu"), dtype=torch.float32,
+    placement = SimpleNamespace(device=torch.device("cpu"))
+    job = SimpleNamespace(placement=placement, dtype=torch.float32,
                           with_graphs=lambda model: model)
     settings = BenchSettings(quick=True, figures=str(tmp_path))
     [row] = bench_py.growth(SimpleNamespace(leads=True, settings=settings, job=job))

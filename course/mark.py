@@ -193,7 +193,7 @@ def look_at(submission: Path) -> list[str]:
 
 
 def cell(text: object) -> str:
-    """Return text that stays in its place of a table on the screen."""
+    """Return text that stays in its place of a table, on the screen or in a file."""
     return printable(str(text)).replace("\t", "\\t").replace("\n", "\\n")
 
 

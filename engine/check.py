@@ -40,7 +40,7 @@ def check_model(model: CausalLM) -> None:
         sizes |= windows
         model.kv = KVCache(0, 0)  # what was captured has the windows of this text
     if not plain.isfinite().all():
-        raise not_finite(f"this {kind} model gives logits that are", model.dtype)
+        raise not_finite(f"this {kind} model's logits", model.dtype)
     before = plain[:, :half]
     if differ(changed, before, rms(before) / 10_000):  # experts may round differently: 0.01%
         raise UserError(f"this {kind} model is not causal: its logits change with later tokens")

@@ -19,7 +19,7 @@ def first_line(problem: Exception) -> str:
     colon. Where the message would not help here, return what it means."""
     if isinstance(problem, UnicodeDecodeError):
         return "it is no text in UTF-8; save it as UTF-8"
-    if isinstance(problem, UnicodeEncodeError):
+    if isinstance(problem, UnicodeEncodeError) and problem.encoding == "utf-8":
         return f"half a character at place {problem.start + 1}"
     for sign, meaning in MEANINGS.items():
         if sign in str(problem):
@@ -35,10 +35,11 @@ def lacks_memory(problem: Exception) -> bool:
 
 
 def not_finite(whose: str, dtype: object) -> UserError:
-    """Return the error that logits or probabilities in a `torch.dtype` are infinite or NaN."""
+    """Return the error that numbers of a `torch.dtype` are infinite or NaN. `whose`: "the target's
+    logits"."""
     wide = str(dtype) in ("torch.float32", "torch.float64")
     cause = "" if wide else "--dtype float32 or bfloat16 has room for larger ones, or "
-    return UserError(f"{whose} infinite or not numbers in {dtype}: {cause}a file is damaged")
+    return UserError(f"{whose} are infinite or not numbers in {dtype}: {cause}a file is damaged")
 
 
 @contextmanager

@@ -69,6 +69,7 @@ from testing.shared import (
 )
 
 slow = pytest.mark.slow
+COMPILE = torch.nn.Module.compile  # with "eager" layers are traced as on a GPU, and no code is made
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +84,6 @@ def fake_graphs(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cuda_graphs, "WIDTHS", [16, 32, 64])
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(COMPILE, backend="eager"))
-
-
-COMPILE = torch.nn.Module.compile  # with "eager" layers are traced as on a GPU, and no code is made
 
 
 def run_on_graphs(decoder: Decoder, compiled: bool = True) -> None:

@@ -68,7 +68,7 @@ class PacedClock:
 
 def linear_layers(model: torch.nn.Module, tokens: torch.Tensor) -> Callable:
     """Return what runs the linear layers of a model alone, each on random numbers for `tokens`
-    `[B, n]`. Python launches them sooner than a GPU of today runs them."""
+    `[B, n]`. On a GPU they are launched from Python, which may take longer than they do."""
     layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     inputs = {layer.in_features: torch.randn(*tokens.shape, layer.in_features).to(layer.weight)
               for layer in layers}

@@ -100,16 +100,16 @@ class Job:
 
     def ready(self, model: CausalLM) -> CausalLM:
         """Check the model as it will run."""
+        on_gpus = self.placement.on_gpus
+        if on_gpus and self.settings.passes == "compiled" and sys.stderr.isatty():
+            print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
         check_model(self.with_graphs(model))
         return model
 
     def with_graphs(self, model: CausalLM) -> CausalLM:
         """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager."""
-        compiled = self.settings.passes == "compiled"
         if self.placement.on_gpus and self.settings.passes != "eager":
-            model.forward_fn = GraphRunner(model, compiled)
-            if compiled and sys.stderr.isatty():
-                print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
+            model.forward_fn = GraphRunner(model, compiled=self.settings.passes == "compiled")
         return model
 
     @property

@@ -10,8 +10,8 @@ model, h wide, stands in the first rows and columns of one of the large model, H
     a norm takes its mean of squares over H numbers, of which H - h are 0, so its weights are
     divided by sqrt(H / h), and its epsilon by H / h. For H = h 4^j that is exact in any type.
 
-Heads keep their size. At most eight of them share keys, and the first of these is the included
-model's.
+Heads keep their size. Up to eight of them share keys. The heads of the included model are the first
+ones of the first groups.
 """
 import json
 import shutil
@@ -44,13 +44,13 @@ def enlarged(config: PretrainedConfig, args: Namespace) -> PretrainedConfig:
         rms_norm_eps=config.rms_norm_eps * config.hidden_size / args.hidden_size))
 
 
-def place(name: str, large: torch.Tensor, small: torch.Tensor, groups: int, head_dim: int) -> None:
-    """Write a weight into the first rows and columns of the `large` one. Of attention these are the
-    first heads of the first of `groups` that share keys."""
+def place(name: str, large: torch.Tensor, small: torch.Tensor, config: PretrainedConfig) -> None:
+    """Write a weight `[out, in]` or `[h]` into the first places of the `large` one. In attention a
+    head of the included model becomes the first of a group that shares keys."""
     if "self_attn" in name:
         dimension = 1 if "o_proj" in name else 0
-        small = small.unflatten(dimension, (-1, 1, head_dim))  # the included has a head a group
-        large = large.unflatten(dimension, (groups, -1, head_dim))
+        small = small.unflatten(dimension, (-1, 1, config.head_dim))
+        large = large.unflatten(dimension, (config.num_key_value_heads, -1, config.head_dim))
     large[tuple(map(slice, small.shape))] = small
 
 
@@ -64,7 +64,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor], config: PretrainedConf
             tensor.uniform_(-0.02, 0.02)
         if name in weights:
             scale = (WIDTHS[0] / config.hidden_size) ** 0.5 if "norm" in name else 1
-            place(name, tensor, scale * weights[name], config.num_key_value_heads, config.head_dim)
+            place(name, tensor, scale * weights[name], config)
         save_file({name: tensor}, folder / f"{name}.safetensors", metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: f"{name}.safetensors" for name in large}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")

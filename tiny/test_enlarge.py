@@ -40,8 +40,8 @@ def test_logits_are_those_of_the_included_model(groups, choices, tmp_path, monke
     with torch.inference_mode():
         expected, logits = [model(TOKENS, use_cache=False).logits for model in models]
     assert_close(logits, expected, 1e-12)
-    for weight in models[1].model.layers[0].self_attn.q_proj.weight[-1], \
-            models[1].model.layers[-1].mlp.up_proj.weight[-1]:
+    *_, last = models[1].model.layers
+    for weight in (last.self_attn.q_proj.weight[-1], last.mlp.up_proj.weight[-1]):
         assert weight.std() > 0, "read and multiplied as any other"
 
 
