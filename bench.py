@@ -41,7 +41,7 @@ from run.decoder import Decoder, batches_of, make_plan, warm_up, workers
 from run.job import Job
 from run.placement import gather
 from run.stats import Stats, theorem_7
-from sampling import Sampler
+from sampling import Sampler, residual, saguaro_distribution
 
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
@@ -213,7 +213,7 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     taken to be right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
     counts = {name: value for name, value in stats.summary().items() if name in names}
-    counts["guess_counts"] = torch.tensor(stats.guesses[0])
+    counts["guess_counts"] = torch.tensor(stats.guesses[0])  # [2, K+1, n+1]
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)
         table[0, 0] += sum(len(rows) for number, *_, rows in stats.log if number == 0)
@@ -230,10 +230,7 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
               for number, start, end, rows in stats.log
               if number > 0 and len(rows) == settings.batch_size]
     tokens, seconds = map(sum, zip(*rounds))
-    parts = stats.summary() | {
-        "T_v in ms": 1000 * stats.mean_seconds("verify") / slower,
-        "spans": [span[1:4] for span in stats.spans],
-        "guess_counts": torch.tensor(stats.guesses[0])}
+    parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
     return row(point, settings, parts, slower * tokens / seconds)
 
 
@@ -341,7 +338,7 @@ def bounds(f: Metrics, sd: Metrics) -> str:
 # ---- sweeps: the figures ----
 
 def sweep(bench: Bench, name: str) -> list[Metrics]:
-    """Predict and measure the points of a figure, and draw it."""
+    """Predict and measure the points of a figure, and add the lists that it shows."""
     texts = bench.texts(*TEXTS.get(name, FEW))
     sweeps = sweep_points(bench.settings, len(bench.prompts))
     to_predict, to_measure = sweeps[name]
@@ -358,12 +355,15 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
-        draw.figure(bench, name, found)
-        if found:
-            print_table(name, ("value", "counted", *COLUMNS), found)
-        for f in found if name == "fan-out" else ():
-            a, r = fit_shape(f["guess_counts"][PRIMARY]).values()
+        print_table(name, ("value", "counted", *COLUMNS), found)
+    for f in found if bench.leads else ():
+        tables = f.pop("guess_counts", None)
+        if name == "fan-out":
+            f["right_guesses"] = tables.sum(1).tolist()
+            a, r = fit_shape(tables[PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
+    for f, stats in zip(found, bench.decode(to_measure, texts)) if name == "timeline" else ():
+        f["spans"] = [span[1:4] for span in stats.spans]
     return found
 
 
@@ -388,7 +388,6 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
             (fan_out, {"fan_out": fan_out, "backup": backup})
             for fan_out in FAN_OUT_POLICIES for backup in ("neural", "random")]),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
-        "residual": points("temperature", (), ()),
         "batch": points("batch_size", sizes, sizes, *[
             (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})
             for backup in ("neural", "random")]),
@@ -399,7 +398,32 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
                             ("SSD", {}), ("SD", {"mode": "sd"}))}
 
 
-# ---- the passes of a round, as the work grows ----
+# ---- figures that decode nothing: one position; the passes of a round, as the work grows ----
+
+@torch.inference_mode()
+def one_position(bench: Bench) -> list[Metrics]:
+    """Compute p, q and residual before and after C, at the position of the first prompt where C
+    moves most of the residual to the draft's `guesses`."""
+    if not bench.leads:
+        return []
+    guesses = 4
+    C = 0.2
+    sampler = Sampler(bench.settings.temperature or 1.0)
+    prompt = torch.tensor(bench.prompts[:1])
+    p, q = [sampler.probabilities(model.causal(prompt.to(model.device), torch.tensor([0])))[0].cpu()
+            for model in (bench.sd_models.target, bench.sd_models.draft)]  # [n, V]
+    sigma = saguaro_distribution(q, guesses, C)
+    likeliest = q.topk(6).indices
+    before, after = [residual(p, drafted).gather(1, likeliest[:, :guesses]).sum(1)
+                     for drafted in (q, sigma)]  # [n]
+    place = (after - before).argmax()
+    shown = likeliest[place]
+    tokens = [repr(bench.job.tokenizer.decode([token])) for token in shown]
+    return [{"name": name, "guesses": guesses, "share": float(share[place]), "tokens": tokens,
+             "target's p": p[place, shown].tolist(), "draft's q": drafted[place, shown].tolist(),
+             "residual": residual(p, drafted)[place, shown].tolist()}
+            for name, drafted, share in (("C = 1", q, before), (f"C = {C}", sigma, after))]
+
 
 @torch.inference_mode()
 def growth(bench: Bench) -> list[Metrics]:
@@ -416,44 +440,45 @@ def growth(bench: Bench) -> list[Metrics]:
     device = bench.job.placement.device
     # quick: to see it run
     shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES[device.type]
-    models = [transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **dict(zip(DIMENSIONS, shape)), tie_word_embeddings=True)) for shape in shapes]
-    for axis, context, rows, vocab_size in GROWTH[:1 if bench.settings.quick else None]:
+    with device:
+        models = [transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(
+            **dict(zip(DIMENSIONS, shape)), tie_word_embeddings=True), dtype=bench.job.dtype)
+            for shape in shapes]
+    sizes = GROWTH[:1 if bench.settings.quick else None]
+    for axis, context, rows, vocab_size in tqdm(sizes, "growth"):
         start = torch.full((rows,), context)
         tokens = torch.zeros(rows, max(K + 1, budget), dtype=torch.long, device=device)
-        f = {"name": axis, "context": context, "batch size": rows, "vocabulary": vocab_size,
+        f = {"name": axis, "lookahead": K, "budget": budget,
+             "context": context, "batch size": rows, "vocabulary": vocab_size,
              "GB": 4 * rows * budget * K * vocab_size / 1e9}  # of q; below of keys and values
         for name, model in zip(("target", "draft"), models):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            ours = bench.job.with_graphs(CausalLM(model.to(device, bench.job.dtype)))
+            ours = bench.job.with_graphs(CausalLM(model))
             ours.allocate(rows, context, scratch=tokens.shape[1])
             for n in sorted({1, K + 1, budget}):
                 f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)
                 floor = linear_layers(model, tokens[:, :n])
                 f[f"{name}, {n}, linear"] = milliseconds(floor, tokens[:, :n])
-            kv = [[part[:, :, :context] for part in pair] for pair in ours.kv.layers.values()]
-            f["GB"] += sum(part.nbytes for pair in kv for part in pair) / 1e9
-            theirs = {ours.cache_name: transformers.DynamicCache(kv)}
-            with torch.compiler.set_stance("force_eager"):
-                f[f"{name}, {K + 1}, transformers"] = milliseconds(
-                    model, tokens[:, :K + 1], **theirs)
+            f["GB"] += sum(part[:, :, :context].nbytes for pair in ours.kv.layers.values()
+                           for part in pair) / 1e9
         logits = torch.randn(*tokens.shape, vocab_size, device=device)
         f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
         f["T_p"] = (f[f"draft, {K + 1}"] + K * f[f"draft, {budget}"]) / f[f"target, {K + 1}"]
         f["T_b"] = K * f["draft, 1"] / f[f"target, {K + 1}"]
         found.append(f)
-    draw.figure(bench, "growth", found)
     print_table("growth", tuple(found[0])[1:], found)
     pays = [f["context"] for f in found if f["name"] == "context" and f["T_p"] < 1 + f["T_b"]]
     print(f"  SSD pays, by Theorem 7, up to a context of {max(pays, default=0)}: T_p < 1 + T_b")
     return found
 
 
-def milliseconds(work: Callable, *inputs, **options) -> float:
-    """Return how long this takes, the median of three, until [0] of what it returns is there: of a
-    model's output the logits. Copying a few numbers waits for all."""
-    return 1000 * median(repeat(lambda: work(*inputs, **options)[0][..., :1].cpu(), number=1,
-                                repeat=3))
+def milliseconds(work: Callable, *inputs) -> float:
+    """Return how long this takes, the median of three, until [0] of what it returns is there.
+    Copying a few numbers waits for all."""
+    return 1000 * median(repeat(lambda: work(*inputs)[0][..., :1].cpu(), number=1, repeat=3))
+
+
+UNDECODED = {"residual": one_position, "growth": growth}
 
 
 # ---- tables; Corollary 16 against logs of GPUs ----
@@ -521,7 +546,9 @@ def main(settings: BenchSettings) -> None:
             best = max(found, key=lambda f: (f["temperature"] == settings.temperature,
                                              f["tokens/s"]))
         else:
-            found = growth(bench) if name == "growth" else sweep(bench, name)
+            found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
+            if bench.leads:
+                draw.figure(settings.figures, name, found)
         results += [{"sweep": name} | f for f in found]
     if bench.leads:
         print(f"\n{machine(bench)}")
@@ -530,8 +557,6 @@ def main(settings: BenchSettings) -> None:
         if bench.leads:
             print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
     if bench.leads and settings.out is not None:
-        results = [{key: value for key, value in f.items()
-                    if not isinstance(value, (list, torch.Tensor))} for f in results]
         with open_for_writing("--out", settings.out) as file:
             whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
             json.dump(whole, file, indent=1)

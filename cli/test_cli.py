@@ -31,6 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import matplotlib
 import psutil
 import pytest
 import torch
@@ -1334,7 +1335,7 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     names = ("timeline", "residual", "frontier", "growth")
     compared, drawn = obey_in_ranks(2, [
         [*words, "--out", tmp_path / "out"],
-        [*words, "--sweep", *names, "--figures", tmp_path]])[0]
+        [*words, "--sweep", *names, "--figures", tmp_path, "--out", tmp_path / "rows"]])[0]
     assert compared[0] == drawn[0] == 0, compared[1] + drawn[1]
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
@@ -1346,7 +1347,39 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     fastest = parse(Settings, command)
     assert (program, fastest.mode) == ("saguaro.py", best["with"].get("mode", "ssd"))
     assert (fastest.target, fastest.lookahead) == (str(pair[1]), best["lookahead"] or 4)
-    assert {file.stem for file in tmp_path.glob("*.svg")} == set(names)
+    figures = {file.name: file.read_text("utf-8") for file in tmp_path.glob("*.svg")}
+    assert figures.keys() == {f"{name}.svg" for name in names}
+    again = tmp_path / "again"
+    again.mkdir()
+    redraw(tmp_path / "rows", "--figures", again)
+    assert figures == {file.name: file.read_text("utf-8") for file in again.glob("*.svg")}
+
+
+def redraw(*words) -> None:
+    sys.argv = ["draw.py", *map(str, words)]
+    draw.main()
+
+
+def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
+    """Word for word, and number for number where matplotlib is that of the committed ones: another
+    may choose other ticks."""
+    folder = ROOT / "figures"
+    redraw(folder / "results.json", folder / "growth.json", "--figures", tmp_path)
+    committed = sorted(folder.glob("*.svg"))
+    assert [file.name for file in committed] == sorted(file.name for file in tmp_path.glob("*"))
+    for file in committed:
+        old, new = [path.read_text("utf-8") for path in (file, tmp_path / file.name)]
+        if f"Matplotlib v{matplotlib.__version__}" in old:
+            assert old == new
+        words = [set(re.findall(r"<text[^>]*>([^<]*[a-z]{2}[^<]*)<", text)) for text in (old, new)]
+        assert words[0] == words[1]
+
+
+def test_results_that_cannot_be_drawn_are_one_sentence(tmp_path):
+    (tmp_path / "rows").write_text("{}")
+    for file in ("rows", "none"):
+        with pytest.raises(UserError, match=f"{file} holds no results"):
+            redraw(tmp_path / file)
 
 
 def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
@@ -1524,18 +1557,18 @@ def test_growth_puts_the_times_of_passes_into_theorem_7(monkeypatch, tmp_path, c
     bench_py = importlib.import_module("bench")
     took = {1: 2.0, 5: 10.0, 12: 2 * tree}
     timed = bench_py.milliseconds
-    monkeypatch.setattr(bench_py, "milliseconds", lambda work, tokens, *inputs, **options: (
-        timed(work, tokens, *inputs, **options) and took[tokens.shape[1]]))
+    monkeypatch.setattr(bench_py, "milliseconds", lambda work, tokens, *inputs: (
+        timed(work, tokens, *inputs) and took[tokens.shape[1]]))
     placement = SimpleNamespace(device=torch.device("cpu"))
     job = SimpleNamespace(placement=placement, dtype=torch.float32,
                           with_graphs=lambda model: model)
-    settings = BenchSettings(quick=True, figures=str(tmp_path))
-    [row] = bench_py.growth(SimpleNamespace(leads=True, settings=settings, job=job))
+    bench = SimpleNamespace(leads=True, settings=BenchSettings(quick=True), job=job)
+    [row] = bench_py.growth(bench)
     assert row["T_b"] == pytest.approx(0.8)
     assert row["T_p"] == pytest.approx(1 + 0.8 * tree)
     assert row["GB"] == pytest.approx((2 * 2 * 256 * 32 + 4 * 12 * 49152) * 4 / 1e9)
     assert f"up to a context of {pays}:" in capsys.readouterr().out
-    assert (tmp_path / "growth.svg").exists()
+    draw.figure(tmp_path, "growth", [row])
 
 
 def test_the_frontier_of_the_log_is_predicted_by_corollary_16():

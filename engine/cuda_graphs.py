@@ -15,6 +15,7 @@ Ranks that share a model capture the all-reduces of its passes, too. Nothing is 
 capture that failed: it leaves PyTorch's allocator and streams in a state that nobody promises.
 """
 import sys
+import warnings
 
 import torch
 
@@ -67,6 +68,7 @@ class GraphRunner:
         if compiled:
             torch.compiler.config.dynamic_sources = ".*layer_idx"  # else: compiled layer by layer
             torch._dynamo.config.recompile_limit = 64  # shapes, of all models of a family
+            warnings.filterwarnings("ignore", module="torch._inductor")  # how it sums a softmax
             for module in model.model.modules():
                 for layer in module if isinstance(module, torch.nn.ModuleList) else ():
                     layer.compile()

@@ -282,8 +282,8 @@ def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
     cuda_graphs.WIDTHS = [16]
     gc.disable()
     decoder = decoder_of(settings)
-    types = [device.split(":")[0] for device in decoder.placement.devices]
-    assert decoder.placement.devices == devices or (gpus, types) == (real_gpus, devices)
+    shared = [ONE[0] if device in THREE else device for device in devices]  # where GPUs are few
+    assert decoder.placement.devices in (devices, shared if gpus is real_gpus else devices)
     texts = texts_of_rounds(decoder)
     for model in decoder.models[:2]:
         eager = settings.passes == "eager" or not model or model.device == CPU
@@ -295,13 +295,14 @@ def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
 
 ONE = ["cuda:0"]
 TWO = ["cuda:0", "cuda:1"]
+THREE = [*TWO, "cuda:2"]
 LLAMA = ("llama", dict(num_hidden_layers=1))
 GPU_RUNS = (  # devices of the ranks, model, settings
     (ONE, LLAMA, {}), *((ONE, model, {}) for model in windowed(8)),
     (ONE, LLAMA, dict(dtype="float32", passes="eager")), (ONE, LLAMA, dict(mode="sd")),
     (ONE, LLAMA, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, dict(dtype="float32")),
     (TWO, LLAMA, {}), (TWO, LLAMA, dict(mode="sd")), (TWO, LLAMA, dict(mode="sd", passes="eager")),
-    ([*TWO, "cuda:2"], LLAMA, {}))
+    (THREE, LLAMA, {}))
 
 
 @slow

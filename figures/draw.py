@@ -1,21 +1,26 @@
-"""How the figures of `bench.py --sweep` are drawn. `axes` are matplotlib's."""
+"""How figures are drawn, from the rows that bench.py has measured. `axes` are matplotlib's.
+
+    python -m figures.draw results.json     draws them again, from what --out has written
+"""
 import json
+from pathlib import Path
 from statistics import LinearRegression, linear_regression
 
 import torch
 
 from cache import critical_batch_size, throughput
-from cli.settings import ROOT
+from cli.launch import run
+from cli.settings import ROOT, Parser
+from engine.errors import reported_as
 from figures.guesses import counted_miss_rates, fit_power_law
-from sampling import Sampler, residual, saguaro_distribution
 
 SSD = "#12365c"  # one colour per method
 SD = "#d1662b"
 GREY = "#8c8c8c"
 OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
-PASSES = {"target, {0}": SSD, "target, {0}, transformers": GREY, "target, 1": LIGHT,
-          "draft, {1}": SD, "sampling": OTHER}  # of growth, over {0} tokens and {1} guesses
+PASSES = {"target, {0}": SSD, "target, {0}, linear": LIGHT, "draft, {1}": SD,
+          "draft, {1}, linear": GREY, "sampling": OTHER}  # over {0} tokens and {1} guesses
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
     ("random backup", "uniform", "SSD, random backup"), OTHER) | {"confident": LIGHT}
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
@@ -30,7 +35,7 @@ TITLES = {
     "frontier": "One miss makes a batch wait: with a backup that takes no time, SSD stays ahead "
                 "per device, too",
     "lookahead": "A longer lookahead pays until the draft takes longer than the target",
-    "growth": "What passes over 1, {0} and {1} tokens cost as texts, batches and vocabularies grow"}
+    "growth": "What passes cost as texts, batches and vocabularies grow, and their linear layers"}
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
@@ -39,7 +44,8 @@ PANELS = {  # x and y
     "lookahead": (("lookahead", "tokens/s"), ("lookahead", "T_p"))}
 
 
-def figure(bench, name: str, found: list[dict]) -> None:
+def figure(folder: str, name: str, found: list[dict]) -> None:
+    """Draw the rows of a figure as folder/name.svg."""
     from matplotlib import pyplot  # here, because only sweeps need it
     rows, columns, *inches = LAYOUTS.get(name, (1, 2, 7, 3.2))
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
@@ -50,16 +56,15 @@ def figure(bench, name: str, found: list[dict]) -> None:
         drawn, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained",
                                       figsize=inches)
         axes = axes.flatten()
-        sizes = (bench.settings.lookahead + 1, bench.settings.budget)
-        drawn.suptitle(TITLES[name].format(*sizes))
+        drawn.suptitle(TITLES[name])
         for ax, panel in zip(axes, PANELS.get(name, ())):
             draw_lines(ax, found, *panel)
         if name in SPECIAL:
-            SPECIAL[name](bench, found, axes)
+            SPECIAL[name](found, axes)
         if len({f.get("counted") for f in found}) == 2:
             lines = "rates counted, speed predicted" if name == "downweight" else "predicted"
             drawn.supxlabel(f"lines: {lines}; points: measured", fontsize=7, color=GREY)
-        drawn.savefig(f"{bench.settings.figures}/{name}.svg", metadata={"Date": None})
+        drawn.savefig(f"{folder}/{name}.svg", metadata={"Date": None})
         pyplot.close(drawn)
 
 
@@ -86,7 +91,7 @@ def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
 
 # ---- what only one figure has ----
 
-def timeline(bench, found: list[dict], axes) -> None:
+def timeline(found: list[dict], axes) -> None:
     """Fig. 1: who works when, on the same devices, while the first text is written."""
     looks = ((1, ("verify",), SSD, ""), (0, ("trunk", "tree"), LIGHT, ""),
              (0, ("backup",), "#f2c490", "////"))
@@ -106,11 +111,11 @@ def timeline(bench, found: list[dict], axes) -> None:
     axes[1].set(xlabel="seconds (light blue: ahead of the outcome; hatched: the target waits)")
 
 
-def fan_out(bench, found: list[dict], axes) -> None:
+def fan_out(found: list[dict], axes) -> None:
     """Fig. 3: how often F guesses miss the bonus token; the r (Def. 11) fitted, and a factor."""
     for source, ax in enumerate(axes):
         for f, colour in zip(found, (SSD, LIGHT, OTHER, SD)):
-            table = f["guess_counts"][source]
+            table = torch.tensor(f["right_guesses"][source])[None]  # [1, n+1]
             if table[:, 1:].sum() < 100:  # missed first guesses: too few for a line
                 continue
             miss = torch.tensor(counted_miss_rates(table))
@@ -126,37 +131,23 @@ def fan_out(bench, found: list[dict], axes) -> None:
         ax.legend(loc="lower left")
 
 
-def one_position(bench, found: list[dict], axes) -> None:
-    """Fig. 5, right: p, q and residual before and after C, at the position of the first prompt
-    where C moves most of the residual into the cache."""
-    F = 4
-    C = 0.2
-    sampler = Sampler(bench.settings.temperature or 1.0)
-    prompt = torch.tensor(bench.prompts[:1])
-    p, q = [sampler.probabilities(model.causal(prompt.to(model.device), torch.tensor([0])))[0].cpu()
-            for model in (bench.sd_models.target, bench.sd_models.draft)]
-    sigma = saguaro_distribution(q, F, C)
-    likeliest = q.topk(6).indices
-    before, after = [residual(p, drafted).gather(1, likeliest[:, :F]).sum(1)
-                     for drafted in (q, sigma)]
-    place = (after - before).argmax()
-    shown = likeliest[place]
-    names = [repr(bench.job.tokenizer.decode([token])) for token in shown] + ["others"]
-    for ax, kept, drafted, share in zip(axes, (1, C), (q, sigma), (before, after)):
-        bars = {"target's p": (p, SSD), "draft's q": (drafted, SD),
-                "residual": (residual(p, drafted), OTHER)}
-        for i, (name, (heights, colour)) in enumerate(bars.items()):
-            heights = heights[place, shown]
-            heights = torch.cat([heights, 1 - heights.sum(0, keepdim=True)])
-            ax.bar(torch.arange(7) + 0.27 * (i - 1), heights, 0.27, label=name, color=colour)
-        ax.axvspan(-0.5, F - 0.5, color="0.93", zorder=0)
-        ax.set(title=f"C = {kept:g}: {share[place]:.0%} of the residual is on grey", ylim=(0, 1),
-               ylabel="probability", xlabel=f"next token (grey: the {F} likeliest of the draft)")
-        ax.set_xticks(range(7), names)
+def one_position(found: list[dict], axes) -> None:
+    """Fig. 5, right: p, q and residual of the likeliest tokens, before and after C."""
+    for ax, f in zip(axes, found):
+        for i, (name, colour) in enumerate(zip(("target's p", "draft's q", "residual"),
+                                               (SSD, SD, OTHER))):
+            heights = [*f[name], 1 - sum(f[name])]
+            ax.bar([place + 0.27 * (i - 1) for place in range(len(heights))], heights, 0.27,
+                   label=name, color=colour)
+        ax.axvspan(-0.5, f["guesses"] - 0.5, color="0.93", zorder=0)
+        ax.set(title=f"{f['name']}: {f['share']:.0%} of the residual is on grey", ylim=(0, 1),
+               ylabel="probability",
+               xlabel=f"next token (grey: the {f['guesses']} likeliest of the draft)")
+        ax.set_xticks(range(len(heights)), [*f["tokens"], "others"])
     axes[0].legend()
 
 
-def batch(bench, found: list[dict], axes) -> None:
+def batch(found: list[dict], axes) -> None:
     """Fig. 6: b* of Theorem 17. The theorem has one p_hit, and random tokens raise it: that counts
     here as more tokens after a backup."""
     neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
@@ -176,7 +167,7 @@ USER = "tokens/s of one text"
 OWNER = "tokens/s of all texts, per device"
 
 
-def frontier(bench, found: list[dict], axes) -> None:
+def frontier(found: list[dict], axes) -> None:
     """Fig. 7: speed for a user and speed per device at batch 1 to 16; dotted lines join the
     same batch size. Left: this pair, each point at the K that is best at its size; here a pass
     takes as long for 16 rows as for one. Right: the pair of the log."""
@@ -195,7 +186,8 @@ def frontier(bench, found: list[dict], axes) -> None:
         ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
-    axes[0].set(title="this pair, at the pace" if any(bench.settings.pace) else "this pair")
+    paced = any(f.get("pace_kept") for f in found)
+    axes[0].set(title="this pair, at the pace" if paced else "this pair")
     axes[1].set(title="Llama 70B and 1B on H100s: a log (green: assumed)", ylabel=None)
     axes[1].get_legend().remove()
     for label in axes[0].legend(loc="upper left").get_texts():
@@ -232,16 +224,34 @@ def h100_rows(log: dict) -> list[dict]:
     return [dict(zip(("name", "batch size", "tokens/s", "counted"), row)) for row in rows]
 
 
-def growth(bench, found: list[dict], axes) -> None:
+def growth(found: list[dict], axes) -> None:
     """The passes of a round while one size grows."""
-    passes = [name.format(bench.settings.lookahead + 1, bench.settings.budget) for name in PASSES]
+    passes = [name.format(found[0]["lookahead"] + 1, found[0]["budget"]) for name in PASSES]
     for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
         rows = [f for f in found if f["name"] == axis]
         ax.set_prop_cycle(color=PASSES.values())
         ax.loglog([f[axis] for f in rows], [[f[name] for name in passes] for f in rows], ".-")
-        ax.set(xlabel=axis, ylabel="ms")
-    axes[0].legend(passes, loc=(0.1, 0.15))  # between its lines
+        ax.set(xlabel=axis, ylabel="ms", ylim=(found[0]["sampling"] / 60, None))  # for a legend
+    axes[0].legend(passes, loc="lower left")
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
            "frontier": frontier, "growth": growth}
+
+
+def main() -> None:
+    parser = Parser(description="Draw figures again, from what bench.py --sweep --out has written.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results of --out (JSON)")
+    parser.add_argument("--figures", default="figures", help="folder for the figures")
+    args = parser.parse_args()
+    for path in args.files:
+        with reported_as(f"{path} holds no results", (OSError, LookupError, ValueError)):
+            rows = json.loads(Path(path).read_text("utf-8"))["results"]
+        for name in TITLES:
+            found = [f for f in rows if f["sweep"] == name]
+            if found:
+                figure(args.figures, name, found)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main))
