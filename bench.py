@@ -68,7 +68,7 @@ DIMENSIONS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atte
 LLAMA_1B = (2048, 8192, 16, 32, 8)
 SHAPES = {"cpu": (LLAMA_1B, (576, 1536, 30, 9, 3)),  # SmolLM2 135M drafts
           "cuda": ((4096, 14336, 32, 32, 8), LLAMA_1B)}  # Llama 3.1 8B
-Metrics = dict[str, Any]  # see `row`
+Metrics = dict[str, Any]  # see `row_of`
 
 
 class Point(NamedTuple):
@@ -131,7 +131,7 @@ class Bench:
         times = {"T_v in ms": verification,
                  "T_p": (K + 1) * tree_pass / verification if settings.mode == "ssd" else None,
                  "T_b": K * backup_pass / verification if settings.backup == "neural" else 0.0}
-        return row(point, settings, self.count(point, texts) | times)
+        return row_of(point, settings, self.count(point, texts) | times)
 
     def times(self, settings: Settings) -> tuple[float, float, float]:
         """Return the milliseconds of a verification, of one of the K + 1 passes of a
@@ -231,10 +231,10 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
               if number > 0 and len(rows) == settings.batch_size]
     tokens, seconds = map(sum, zip(*rounds))
     parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
-    return row(point, settings, parts, slower * tokens / seconds)
+    return row_of(point, settings, parts, slower * tokens / seconds)
 
 
-def row(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
+def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
     """Return a row of a table, by the names that figures use for axes. `parts` are the values that
     Theorem 7 takes, and others to show. `speed` is the measured tokens a second; if it is None, the
     row has the speed that Theorem 7, or in a batch Corollary 16, predicts."""

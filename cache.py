@@ -122,7 +122,8 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
 
 def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
                     miss_exponent: float) -> list[int]:
-    """Return F_0..F_K of sum `budget`, as equal as integers can be: Theorem 12 improves on this.
+    """Return F_0..F_K of sum `budget`, as equal as integers can be: Theorem 12 improves on this. As
+    a policy it is given a and r, which it does not need.
 
     >>> uniform_fan_out(12, 4, 0.8, 1.0)
     [3, 3, 2, 2, 2]
@@ -173,15 +174,16 @@ def confident_fan_out(q: torch.Tensor, drafted: torch.Tensor, acceptance_rate: t
     >>> confident_fan_out(q, torch.tensor([[1, 1]]), torch.tensor([0.5]), 1.0, budget=1)
     tensor([[0, 0, 1]])
     """
-    q_drafted = q[:, :-1].gather(-1, drafted[..., None]).squeeze(-1)
-    c = (1.5 * acceptance_rate[:, None] - 0.5).clamp(min=0)
-    accepted = c + (1 - c) * q_drafted
-    likelihood = pad(accepted.cumprod(1), (1, 0), value=1.0) * (1 - pad(accepted, (0, 1)))
-    others = q.scatter(-1, drafted[..., None], 0.0)
+    q_drafted = q[:, :-1].gather(-1, drafted[..., None]).squeeze(-1)      # [B, K]
+    c = (1.5 * acceptance_rate[:, None] - 0.5).clamp(min=0)               # [B, 1]
+    accepted = c + (1 - c) * q_drafted                                    # [B, K] a_1..a_K
+    reached = pad(accepted.cumprod(1), (1, 0), value=1.0)                 # [B, K+1] a_1 ... a_k
+    likelihood = reached * (1 - pad(accepted, (0, 1)))                    # [B, K+1] P(k)
+    others = q.scatter(-1, drafted[..., None], 0.0)                       # [B, K+1, V]
     n = min(budget, q.shape[-1])
-    q_bonus = (others.topk(n).values / others.sum(-1, keepdim=True)).nan_to_num()  # 0 / 0: none
-    right = (q_bonus + power_law(n, miss_exponent).to(q)) / 2
-    return best_fan_out(likelihood, right, budget)
+    q_bonus = others.topk(n).values / others.sum(-1, keepdim=True)        # [B, K+1, n]
+    right = (q_bonus.nan_to_num() + power_law(n, miss_exponent).to(q)) / 2  # 0 / 0: no other token
+    return best_fan_out(likelihood, right, budget)                        # [B, K+1]
 
 
 FAN_OUTS_BY_ROUND = {"confident": confident_fan_out}  # --fan-out: shapes that look at the round
@@ -200,10 +202,11 @@ def likely_outcomes(candidates: torch.Tensor, fan_out: torch.Tensor) -> Outcome:
     Outcome(num_accepted=tensor([[0, 1, 1]]), bonus=tensor([[5, 8, 9]]))
     """
     rows, num_k, n = candidates.shape
-    place = torch.arange(int(fan_out.max()))
-    guessed = place < fan_out[..., None]  # [B, K+1, max F_k], as many in every row
-    num_accepted = torch.arange(num_k)[:, None].expand_as(guessed)
-    bonus = candidates[..., place.clamp(max=n - 1)]
+    place = torch.arange(int(fan_out.max()))                        # [max F_k]
+    guessed = place < fan_out[..., None]                            # [B, K+1, max F_k]
+    num_accepted = torch.arange(num_k)[:, None].expand_as(guessed)  # [B, K+1, max F_k]
+    bonus = candidates[..., place.clamp(max=n - 1)]                 # [B, K+1, max F_k]
+    # as many are guessed in every row: [B, budget]
     return Outcome(num_accepted[guessed].view(rows, -1), bonus[guessed].view(rows, -1))
 
 
@@ -268,10 +271,9 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
 
     At b = 1 this is Theorem 7, the speedup over autoregressive decoding. At p = 0 it is that of SD.
 
-    Where T_p > 1, a miss takes 1 + T_b only if the draft then breaks off its pre-speculation. But
-    in a batch the rows that hit need what it prepares. So where T_p > 1 + T_b, the formula is too
-    fast above b = 1: by it a text gets faster in a larger batch. Here `serve` always ends the
-    pre-speculation first. For this program's speed give T_b + max(0, T_p - 1) as T_b.
+    The formula lets a miss break the pre-speculation off. Here `serve` never does, because rows
+    that hit need what it prepares: where T_p > 1, give T_b + T_p - 1 as T_b. (Else a text would
+    get faster in a larger batch where T_p > 1 + T_b.)
 
     >>> throughput(hit_rate=0.5, tokens_hit=4, tokens_miss=2, T_p=0.8, T_b=0.5)
     2.4

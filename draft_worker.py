@@ -94,24 +94,24 @@ class DraftWorker:
         if plan.budget == 0:  # an empty cache
             return SpeculationCache.empty(rows, self.lookahead, self.q_template)
         with self.clock("trunk"):
-            candidates = self.trunk_pass(speculation)
-            guesses = likely_outcomes(candidates, self.fan_out(speculation))
+            candidates = self.trunk_pass(speculation)                         # [B, K+1, n]
+            guesses = likely_outcomes(candidates, self.fan_out(speculation))  # [B, budget]
         branch_tokens = []
         branch_q = []
         with self.clock("tree"):
             trunk = int(self.length.max()) + num_drafted  # the end of the longest row's trunk
             tree = tree_layout(self.length, guesses.num_accepted, trunk, self.lookahead).to(device)
             uniforms = self.uniforms[PRIMARY].draw(self.lookahead, *guesses.bonus.shape)
-            uniforms = to_device(uniforms, device)
-            tokens = to_device(guesses.bonus, device)
+            uniforms = to_device(uniforms, device)                  # [K, B, budget]
+            tokens = to_device(guesses.bonus, device)               # [B, budget]
             for step in range(self.lookahead):
-                logits = tree_pass(self.model, tree, tokens, step)
+                logits = tree_pass(self.model, tree, tokens, step)  # [B, budget, V]
                 # If this branch is sent, its token `step` is verified at k = step, while the draft
                 # fills the next cache. So F is that of the next cache, after a hit.
                 F = plan.fan_out[PRIMARY][step]
                 tokens, q = self.sampler.sample(logits, uniforms[step], F)
-                branch_tokens.append(tokens)
-                branch_q.append(q)
+                branch_tokens.append(tokens)                        # [B, budget]
+                branch_q.append(q)                                  # [B, budget, V]
         return SpeculationCache(guesses, torch.stack(branch_tokens, 2), torch.stack(branch_q, 2))
 
     def trunk_pass(self, speculation: Speculation) -> torch.Tensor:
@@ -200,10 +200,11 @@ def tree_layout(length: torch.Tensor, num_accepted: torch.Tensor, trunk: int,
     [[[1, 1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 0, 1]]]
     """
     rows, n = num_accepted.shape
-    fork = length[:, None] + num_accepted
-    slots = trunk + torch.arange(lookahead * n).view(lookahead, n)
-    sees_trunk = torch.arange(trunk) < fork[..., None]
-    sees_itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead).expand(rows, -1, -1)
+    fork = length[:, None] + num_accepted                           # [B, n]
+    slots = trunk + torch.arange(lookahead * n).view(lookahead, n)  # [K, n]
+    sees_trunk = torch.arange(trunk) < fork[..., None]              # [B, n, trunk]
+    itself = torch.eye(n, dtype=torch.bool).repeat(1, lookahead)    # [n, K n]
+    sees_itself = itself.expand(rows, -1, -1)                       # [B, n, K n]
     return Tree(fork, slots, torch.cat([sees_trunk, sees_itself], 2))
 
 
@@ -220,8 +221,8 @@ def tree_pass(model: CausalLM, tree: Tree, tokens: torch.Tensor, step: int) -> t
 
 def neural_backup(draft: DraftWorker) -> Drafted:
     """Draft with the draft model, a pass for each token. The first pass reads the last two verified
-    tokens. The first of them is s_K if all were accepted, and with a budget of 0 no trunk pass has
-    read s_K, so its KV is missing."""
+    tokens: where all were accepted, the last but one is s_K, which no pass has read yet if the
+    budget is 0 and there was no trunk."""
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, len(draft.text))
     uniforms = to_device(uniforms, draft.model.device)
     start = (draft.length - 2).clamp(min=0)  # a row that finished at once may have one token

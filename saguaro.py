@@ -95,8 +95,8 @@ class Channel:
 
     def __init__(self, placement, lookahead: int, q_template: torch.Tensor):
         """`placement` knows the draft's rank, and the group in which speculations travel.
-        `q_template` `[V]`, or `[0]` for point masses, gives every q its width and type, and the
-        messages between devices theirs."""
+        `q_template` `[V]`, or `[0]` for point masses, has the width and type of q, and is on the
+        device to and from which speculations travel."""
         self.draft_rank = placement.draft_rank
         self.group = placement.world_group
         self.lookahead = lookahead

@@ -74,9 +74,9 @@ def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     The token is the first whose cumulative probability exceeds the number, so a token of
     probability 0 is never drawn. Unlike `torch.multinomial`, what is drawn for one row does not
     depend on the rows beside it."""
-    cdf = p.cumsum(-1, dtype=torch.float64)
-    threshold = uniforms[..., None] * cdf[..., -1:]
-    tokens = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+    cdf = p.cumsum(-1, dtype=torch.float64)                              # [..., V]
+    threshold = uniforms[..., None] * cdf[..., -1:]                      # [..., 1]
+    tokens = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)  # [...]
     return tokens.clamp(max=p.shape[-1] - 1)  # beyond is NaN, which the verifier reports
 
 
@@ -151,9 +151,10 @@ def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     lookahead = tokens.shape[1]
     if not q.shape[-1]:
         q = point_mass(tokens, like=p)
-    accepted = uniforms[:, :lookahead] < acceptance_probability(p[:, :lookahead], q, tokens)
-    num_accepted = accepted.long().cumprod(1).sum(1)
-    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
+    acceptance = acceptance_probability(p[:, :lookahead], q, tokens)  # [B, K]
+    accepted = uniforms[:, :lookahead] < acceptance                   # [B, K]
+    num_accepted = accepted.long().cumprod(1).sum(1)                  # [B]
+    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                 # [B, K+1, V]
     row = torch.arange(len(p), device=p.device)
-    r = residual(p[row, num_accepted], q[row, num_accepted])
-    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])
+    r = residual(p[row, num_accepted], q[row, num_accepted])          # [B, V]
+    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])       # [B], [B]

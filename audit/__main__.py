@@ -77,7 +77,7 @@ def audit_file(args: argparse.Namespace) -> int:
         return report_greedy(texts, greedy_gaps(model, texts, args.batch_size))
     warpers = warpers_of(*(settings[name] for name in ("temperature", "top_k", "top_p")))
     findings = audit_groups(model, texts, warpers, args.batch_size)
-    return report(findings, texts, model.generation_config.eos_token_id)
+    return show(findings, texts, model.generation_config.eos_token_id)
 
 
 def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
@@ -150,7 +150,7 @@ def say(*lines: str, file=None) -> None:
               file=file, flush=True)
 
 
-def report(findings: dict[str, Finding], texts: list[Text], eos: int | list[int] | None) -> int:
+def show(findings: dict[str, Finding], texts: list[Text], eos: int | list[int] | None) -> int:
     """Print what was found, and what would have shown. `eos` are the target's end-of-sequence
     tokens. Returns the exit status."""
     width = max(map(len, findings))
@@ -232,9 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return audit_file(args)
     except Exception as problem:
-        kind = "" if isinstance(problem, UserError) else f"{type(problem).__name__}: "
+        prefix = "" if isinstance(problem, UserError) else f"{type(problem).__name__}: "
         with suppress(OSError):
-            say(f"{kind}{first_line(problem)}", file=sys.stderr)
+            say(f"{prefix}{first_line(problem)}", file=sys.stderr)
         return FAILED
 
 

@@ -44,7 +44,7 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
         importlib.import_module(module).main(settings)
 
     with ExitStack() as draft:
-        status = run(main)
+        status = exit_status(main)
         if status == 0 and sys.modules["torch.distributed"].is_initialized():
             sys.modules["torch.distributed"].destroy_process_group()
     sys.exit(status)
@@ -110,7 +110,7 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
-def run(main: Callable[[], None]) -> int:
+def exit_status(main: Callable[[], None]) -> int:
     """Call main, and report user errors in one line. Returns the exit status; by then nothing
     refers to the models."""
     try:

@@ -98,13 +98,13 @@ class DecodingSettings:
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            several = "nargs" in f.metadata["form"]
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            several = "nargs" in entry.metadata["form"]
             values = value if several and isinstance(value, (tuple, list)) else [value]
-            setattr(self, f.name, tuple(values) if several else value)
+            setattr(self, entry.name, tuple(values) if several else value)
             for one in values:
-                check_value(f, one)
+                check_value(entry, one)
         if 0 < self.temperature < 1e-6:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if len(self.pace) != 2:
@@ -117,7 +117,7 @@ class DecodingSettings:
 
     def to_settings(self, **changes) -> "Settings":
         """Return settings of `saguaro.py` with these options and `changes`."""
-        shared = {f.name: getattr(self, f.name) for f in fields(DecodingSettings)}
+        shared = {entry.name: getattr(self, entry.name) for entry in fields(DecodingSettings)}
         return Settings(**shared | changes)
 
     def backup_acceptance(self, backup: str) -> float:
@@ -127,22 +127,22 @@ class DecodingSettings:
         return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
 
 
-def value_type(f) -> type:
+def value_type(entry) -> type:
     """Return the type of a field's values: int, float, str or bool."""
-    return [*get_args(f.type), f.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
+    return [*get_args(entry.type), entry.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
-def check_value(f, value) -> None:
+def check_value(entry, value) -> None:
     """Raises `UserError` for a value that is none of the field's choices, or out of its range."""
-    choices = f.metadata["form"].get("choices")
-    minimum, maximum = f.metadata["range"]
+    choices = entry.metadata["form"].get("choices")
+    minimum, maximum = entry.metadata["range"]
     fine = not choices or value in choices
     allowed = f"one of {', '.join(choices or ())}"
-    if value_type(f) in (int, float) and (value, f.default) != (None, None):
+    if value_type(entry) in (int, float) and (value, entry.default) != (None, None):
         fine = minimum <= value <= maximum  # so that NaN is out
         allowed = f"from {minimum} to {maximum}"
     if not fine:
-        raise UserError(f"--{f.name.replace('_', '-')} is {value!r}; it must be {allowed}")
+        raise UserError(f"--{entry.name.replace('_', '-')} is {value!r}; it must be {allowed}")
 
 
 @dataclass
@@ -209,22 +209,22 @@ def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> D
     """Parse and check the command line as settings of `kind`."""
     parser = Parser(description=kind.__doc__, allow_abbrev=False,
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    titles = dict.fromkeys(f.metadata["group"] for f in fields(kind))
+    titles = dict.fromkeys(entry.metadata["group"] for entry in fields(kind))
     groups = {title: parser.add_argument_group(title) for title in titles}
-    for f in fields(kind):
-        group = groups[f.metadata["group"]]
-        form = {"default": f.default}
-        if f.type is bool:
+    for entry in fields(kind):
+        group = groups[entry.metadata["group"]]
+        form = {"default": entry.default}
+        if entry.type is bool:
             form["action"] = "store_true"
         else:
-            form["type"] = value_type(f)
-            if "choices" not in f.metadata["form"]:
-                form["metavar"] = f.name.split("_")[-1].upper()
-        if f.name == "prompt":
+            form["type"] = value_type(entry)
+            if "choices" not in entry.metadata["form"]:
+                form["metavar"] = entry.name.split("_")[-1].upper()
+        if entry.name == "prompt":
             group = group.add_mutually_exclusive_group()
             group.add_argument("prompt", nargs="*", default=argparse.SUPPRESS, metavar="TEXT",
                                help="the same as --prompt TEXT")
-        group.add_argument("--" + f.name.replace("_", "-"), **form | f.metadata["form"])
+        group.add_argument("--" + entry.name.replace("_", "-"), **form | entry.metadata["form"])
     return kind(**vars(parser.parse_args(arguments)))
 
 

@@ -288,7 +288,7 @@ def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
     def main():
         raise MemoryError
 
-    assert launch.run(main) == 2
+    assert launch.exit_status(main) == 2
     assert "rank 0 lacks memory (MemoryError): try more target" in capsys.readouterr().err
 
 
@@ -604,7 +604,7 @@ def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkey
             raise UserError("in the second batch")
         return prompts
 
-    monkeypatch.setattr(run.decoder, "check_prompts", fail)
+    monkeypatch.setattr(run.decoder, "checked_prompts", fail)
     words = [*pair, "--mode", "ar", "--output", tmp_path / "out"]
     assert obey("saguaro.py", *words)[0] == 2
     lines = list(map(json.loads, (tmp_path / "out").read_text().splitlines()))
@@ -885,7 +885,7 @@ def test_a_rank_without_the_others_ends_with_one_sentence(sign, capsys, monkeypa
         raise RuntimeError(f"[transport/tcp/pair.cc:547] {sign}")
 
     monkeypatch.setattr(launch, "GRACE", 0)
-    assert launch.run(main) == 1
+    assert launch.exit_status(main) == 1
     assert capsys.readouterr().err.endswith(": rank 0 stops: another rank is gone\n")
 
 

@@ -123,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(launch.run(main))
+    raise SystemExit(launch.exit_status(main))

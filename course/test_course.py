@@ -834,7 +834,7 @@ def test_a_wrong_argument_gets_one_sentence(
     (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
-    assert launch.run(module.main) == 2
+    assert launch.exit_status(module.main) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err and err.startswith("command: error: ") and err.count("\n") == 1

@@ -424,7 +424,7 @@ def test_a_page_with_impossible_times_gets_one_sentence(time, tmp_path, monkeypa
             told["time"] = time
     (tmp_path / "page").write_text(PAGE.replace(SCRIPTS["trace"], json.dumps(trace)), "utf-8")
     monkeypatch.setattr(sys, "argv", ["race", str(tmp_path / "page"), str(tmp_path / "svg")])
-    assert launch.run(course.race.main) == 2
+    assert launch.exit_status(course.race.main) == 2
     error = capsys.readouterr().err
     assert "holds no trace: name a page" in error and error.count("\n") == 1
 

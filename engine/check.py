@@ -18,7 +18,7 @@ def check_model(model: CausalLM) -> None:
     """Raise `UserError` for a model that is not causal, or whose logits change with slots by more
     than with transformers' own cache, which is rounding."""
     config = model.model.config
-    kind = config.model_type
+    family = config.model_type
     n = min(PROBE, model.context)
     half = n // 2
     vocab_size = model.last_token + 1
@@ -29,25 +29,25 @@ def check_model(model: CausalLM) -> None:
     windows = {name: sizes[name] for name in WINDOWS & sizes.keys() if sizes[name]}
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
-        with reported_as(f"{kind} models cannot run in {model.dtype}"):
+        with reported_as(f"{family} models cannot run in {model.dtype}"):
             with torch.compiler.set_stance("force_eager"):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]
                 stepwise = token_by_token(model, tokens)
-        with reported_as(f"{kind} models cannot run with KV slots and tree attention"):
+        with reported_as(f"{family} models cannot run with KV slots and tree attention"):
             slotted = through_slots(model, tokens)
     finally:
         sizes |= windows
         model.kv = KVCache(0, 0)  # what was captured has the windows of this text
     if not plain.isfinite().all():
-        raise not_finite(f"this {kind} model's logits", model.dtype)
+        raise not_finite(f"this {family} model's logits", model.dtype)
     before = plain[:, :half]
     if differ(changed, before, rms(before) / 10_000):  # experts may round differently: 0.01%
-        raise UserError(f"this {kind} model is not causal: its logits change with later tokens")
+        raise UserError(f"this {family} model is not causal: its logits change with later tokens")
     plain = plain[:, -3:]
     rounding = min(rms(stepwise - plain), rms(plain) / 20)  # seen in 105 families: 3% at most
     if differ(slotted, plain, rounding):
-        raise UserError(f"{kind} models give other logits with KV slots and tree attention, so "
+        raise UserError(f"{family} models give other logits with KV slots and tree attention, so "
                         "their text would be wrong")
 
 

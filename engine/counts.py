@@ -32,6 +32,6 @@ class GuessCounts:
             index = (last_source[active], k[active], number[active])
             self.table.index_put_(index, torch.tensor(1), accumulate=True)
 
-    def report(self) -> list[list]:
+    def tables(self) -> list[list]:
         """Return `table` and `fan_outs`."""
         return [self.table.tolist(), self.fan_outs.tolist()]

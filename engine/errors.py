@@ -43,14 +43,14 @@ def not_finite(whose: str, dtype: object) -> UserError:
 
 
 @contextmanager
-def reported_as(sentence: str, kinds: type | tuple = Exception) -> Iterator[None]:
+def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
-    the library says. `kinds` is a class of exceptions or a tuple of them, as in `except`. By
+    the library says. `exceptions` is a class of exceptions or a tuple of them, as in `except`. By
     default it is all, because damaged files and foreign models raise what they please. If memory is
     too small, the exception stays as it is."""
     try:
         yield
-    except kinds as problem:
+    except exceptions as problem:
         if lacks_memory(problem):
             raise
         raise UserError(f"{sentence}: {first_line(problem)}") from problem

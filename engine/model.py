@@ -244,10 +244,10 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
     a mask for each. All is done on the device, so that a CUDA graph can capture it."""
     held = visible.cumsum(-1, dtype=torch.int32) - 1
     masks = {}
-    for kind in layer_types(config):
-        seen = visible & (held >= FIRST_SEEN[kind](positions, config)[..., None])
-        masks[kind] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
-    return masks if len(masks) > 1 else masks[kind]
+    for layer_type in layer_types(config):
+        seen = visible & (held >= FIRST_SEEN[layer_type](positions, config)[..., None])
+        masks[layer_type] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
+    return masks if len(masks) > 1 else masks[layer_type]
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
@@ -256,11 +256,11 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
     hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
     try:
         with reported_as(f"cannot load {path}"):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
                 trust_remote_code=False)
-            if report["missing_keys"]:  # transformers would draw these weights at random
-                raise ValueError(f"its files lack {min(report['missing_keys'])}")
+            if info["missing_keys"]:  # transformers would draw these weights at random
+                raise ValueError(f"its files lack {min(info['missing_keys'])}")
     finally:
         logging.set_tqdm_hook(hook)
     return model

@@ -26,18 +26,18 @@ WHOLE = {"colwise_gather_output", "rowwise_split_input", "replicated_with_grad_a
 
 def check_shardable(config: PretrainedConfig, ranks: int) -> None:
     """Raise `UserError` for a model that `ranks` processes cannot share; nothing is loaded."""
-    kind = config.model_type
+    family = config.model_type
     text = config.get_text_config()
     styles = set((text.base_model_tp_plan or {}).values())
     known = SPLIT.keys() <= styles <= SPLIT.keys() | WHOLE
     if not known or getattr(config, "quantization_config", None):
-        raise UserError(f"{ranks} target ranks cannot share this {kind} model: it has no plan for "
-                        "splitting its linear layers, or one for other layers too (experts, "
+        raise UserError(f"{ranks} target ranks cannot share this {family} model: it has no plan "
+                        "for splitting its linear layers, or one for other layers too (experts, "
                         "quantized ones); start one target rank")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = getattr(text, name, None) or 0
         if (torch.tensor(size) % ranks).any():  # some architectures list a size for every layer
-            raise UserError(f"{ranks} target ranks cannot share this {kind} model evenly: their "
+            raise UserError(f"{ranks} target ranks cannot share this {family} model evenly: their "
                             f"number must divide {size}, its {name}")
 
 

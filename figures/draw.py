@@ -9,7 +9,7 @@ from statistics import LinearRegression, linear_regression
 import torch
 
 from cache import critical_batch_size, throughput
-from cli.launch import run
+from cli.launch import exit_status
 from cli.settings import ROOT, Parser
 from engine.errors import reported_as
 from figures.guesses import counted_miss_rates, fit_power_law
@@ -255,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    raise SystemExit(exit_status(main))

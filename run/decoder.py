@@ -9,9 +9,9 @@ from cache import FAN_OUTS_BY_ROUND, choose_backup, fan_out_shape
 from cli.settings import Settings
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
-from run.job import Job, Models, check_prompts
+from run.job import Job, Models, checked_prompts
 from run.placement import gather
-from run.stats import Stats, choices
+from run.stats import Stats, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
 from sampling import Sampler
 from target_worker import TargetWorker
@@ -42,7 +42,7 @@ class Decoder:
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         stops_at_eos = models.target is not None and not settings.ignore_eos
         self.eos = models.target.eos_tokens if stops_at_eos else []
-        chosen = choices(plan, settings.downweight) if self.lookahead else {}
+        chosen = choices_of(plan, settings.downweight) if self.lookahead else {}
         self.stats = Stats(self.lookahead, chosen,
                            in_turns=settings.mode == "ssd" and not self.channel)
 
@@ -54,7 +54,7 @@ class Decoder:
         cannot be continued."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
-        prompts = check_prompts(prompts, context, self.models.vocab_size)
+        prompts = checked_prompts(prompts, context, self.models.vocab_size)
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         if self.channel is None or self.placement.rank == 0:
@@ -65,8 +65,8 @@ class Decoder:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in (self.target, self.draft) if worker
                  for span in worker.clock.read()]
-        report = (spans, self.draft.guess_counts.report() if self.draft else [])
-        self.stats.add(gather(report) if self.channel else [report])
+        told = (spans, self.draft.guess_counts.tables() if self.draft else [])
+        self.stats.add(gather(told) if self.channel else [told])
         self.finish_reasons = sequences.finish_reasons
         if sequences.failure:
             raise sequences.failure

@@ -50,7 +50,7 @@ class Job:
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template)
-        check_prompts(self.prompts, self.context, self.vocab_size)
+        checked_prompts(self.prompts, self.context, self.vocab_size)
         longest = max(map(len, self.prompts)) + settings.max_new_tokens
         self.max_length = min(longest, self.context)
         self.draft_config = None
@@ -156,7 +156,7 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
         raise ValueError("it drops them")
 
 
-def check_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
+def checked_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
     """Return the prompts as lists. Raises `UserError` if they are not lists of token ids, or if one
     cannot be continued."""
     with reported_as("prompts must be lists of token ids, such as [[5, 6], [7]]", TypeError):

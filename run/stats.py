@@ -12,20 +12,20 @@ from run.placement import Placement
 class Stats:
     """Collects what was decoded, and its times in seconds."""
     lookahead: int = 0
-    choices: dict[str, Any] = field(default_factory=dict)  # see `choices`; none: no draft
+    choices: dict[str, Any] = field(default_factory=dict)  # see `choices_of`; none: no draft
     in_turns: bool = False    # one process does the work of two, so times mean nothing
     # (number, start, end, active rows) of every round; round 0 of a batch is its prefill
     log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
     # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
-    guesses: tuple[list, list] = ([], [])  # `GuessCounts.report`
+    guesses: tuple[list, list] = ([], [])  # `GuessCounts.tables`
 
     def __post_init__(self):
         """Make a `RowRound` of each row that another rank has sent: JSON made lists of them."""
         self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
 
     def add(self, ranks: list[tuple[list, list]]) -> None:
-        """Add, of every rank, the spans of a batch, and `GuessCounts.report` of all so far."""
+        """Add, of every rank, the spans of a batch, and `GuessCounts.tables` of all so far."""
         for rank, (spans, guesses) in enumerate(ranks):
             self.spans += [(rank, *span) for span in spans]
             self.guesses = guesses or self.guesses
@@ -78,7 +78,7 @@ class Stats:
         } | self.choices | means
 
 
-def choices(plan: Plan, downweight: float) -> dict[str, Any]:
+def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
     """Return the choices of sections 4.1 to 4.3, as `--output` names them. `critical_batch_size` is
     None if it chose nothing, or if the neural backup is better at every size."""
     b = plan.critical_batch_size

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from cli.launch import run
+from cli.launch import exit_status
 from cli.settings import TINY, Parser
 from engine.errors import UserError, reported_as
 
@@ -54,7 +54,7 @@ def place(name: str, large: torch.Tensor, small: torch.Tensor, config: Pretraine
     large[tuple(map(slice, small.shape))] = small
 
 
-def write(folder: Path, weights: dict[str, torch.Tensor], config: PretrainedConfig) -> None:
+def write_weights(folder: Path, weights: dict[str, torch.Tensor], config: PretrainedConfig) -> None:
     """Write each weight to a file of its own, so that memory holds one of the large model."""
     with torch.device("meta"):
         large = dict(AutoModelForCausalLM.from_config(config).named_parameters())  # tied ones once
@@ -85,8 +85,8 @@ def main() -> None:
     with reported_as(f"FOLDER '{args.folder}'"):
         shutil.copytree(source, args.folder, ignore=shutil.ignore_patterns("model*"))
         config.save_pretrained(args.folder)
-        write(args.folder, load_file(source / "model.safetensors"), config)
+        write_weights(args.folder, load_file(source / "model.safetensors"), config)
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(main))
+    raise SystemExit(exit_status(main))

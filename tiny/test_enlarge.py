@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cli.launch import run
+from cli.launch import exit_status
 from cli.settings import TINY, Settings
 from run.decoder import Decoder
 from run.job import Job
@@ -21,7 +21,7 @@ def write(folder, monkeypatch, **choices) -> int:
     words = [word for name, value in (SMALL | choices).items()
              for word in ("--" + name.replace("_", "-"), str(value))]
     monkeypatch.setattr(sys, "argv", ["enlarge.py", str(folder), *words])
-    return run(enlarge.main)
+    return exit_status(enlarge.main)
 
 
 @pytest.mark.parametrize("groups, choices", (
