@@ -30,7 +30,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
+from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, theorem_7, throughput
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from engine.errors import UserError
 from engine.model import CausalLM
@@ -40,7 +40,7 @@ from figures.guesses import counted_hit_rate, fit_shape
 from run.decoder import Decoder, batches_of, make_plan, warm_up, workers
 from run.job import Job
 from run.placement import gather
-from run.stats import Stats, theorem_7
+from run.stats import Stats
 from sampling import Sampler, residual, saguaro_distribution
 
 NUM_PROMPTS = 12

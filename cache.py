@@ -283,6 +283,13 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
     return tokens / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b))
 
 
+def theorem_7(summary: dict[str, float | None], batch_size: int = 1) -> float:
+    """Return the `throughput` by what was measured, under the names of `run.stats.Stats.summary`.
+    What was not measured, such as E_miss without a miss, counts as 0."""
+    names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
+    return throughput(*(summary[name] or 0.0 for name in names), batch_size)
+
+
 def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float, T_sd: float,
                            T_b: float) -> tuple[float, float]:
     """Return bounds on SSD's speedup over SD (Cor. 9), if its backup is its primary, T_p <= 1 and

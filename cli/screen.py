@@ -9,11 +9,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cache import PRIMARY, throughput
+from cache import PRIMARY, theorem_7, throughput
 from cli.settings import DecodingSettings, open_for_writing
 from cli.text import TextStream, printable, text_pieces
-from run.job import Job
-from run.stats import Stats, theorem_7, trace_of
 
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),
@@ -40,7 +38,8 @@ class Display:
     UNDERLINED = "\x1b[4m"
     PLAIN = "\x1b[0m"
 
-    def __init__(self, job: Job):
+    def __init__(self, job):
+        """`job` is a `run.job.Job`."""
         self.job = job
         self.streams = len(job.texts) == 1
         self.colours = self.streams and can_show_colours()
@@ -109,7 +108,8 @@ class Display:
                 tqdm.write(f"\n----- prompt {self.num_texts} -----\n{printable(prompt)}"
                            f"\n----- continued -----\n{printable(text)}")
 
-    def finish(self, stats: Stats) -> None:
+    def finish(self, stats) -> None:
+        """Print what `run.stats.Stats` say, and write it."""
         summary = stats.summary()
         self.bar.close()
         print("\n")
@@ -117,7 +117,7 @@ class Display:
         counts = dict(zip(("guess_counts", "guess_counts_after_backup"), stats.guesses[0]))
         write_line(self.output, {"statistics": summary | counts})
         if self.job.settings.trace is not None:
-            write_line(self.trace, trace_of(stats, self.job.placement))
+            write_line(self.trace, stats.trace(self.job.placement.devices))
         self.output.close()
         self.trace.close()
 
@@ -135,7 +135,7 @@ def write_line(file: TextIO, line: dict[str, Any]) -> None:
 
 # ---- the summary ----
 
-def print_summary(job: Job, summary: dict[str, Any]) -> None:
+def print_summary(job, summary: dict[str, Any]) -> None:
     """Print `Stats.summary()` and what it means. What was not measured is left out."""
     settings = job.settings
     placement = job.placement

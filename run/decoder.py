@@ -6,6 +6,7 @@ from typing import Callable
 import torch
 
 from cache import FAN_OUTS_BY_ROUND, choose_backup, fan_out_shape
+from cli.screen import Display
 from cli.settings import Settings
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
@@ -155,7 +156,6 @@ def warm_up(settings: Settings, models: Models, prompts: list[list[int]]) -> Non
 
 def main(settings: Settings) -> None:
     """Decode all prompts, and show them."""
-    from cli.screen import Display  # here, because the screen imports this package
     make_plan(settings)  # raises UserError now, not after loading
     job = Job(settings)
     settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))

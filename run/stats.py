@@ -3,9 +3,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache import BACKUP, PRIMARY, RowRound, throughput
+from cache import BACKUP, PRIMARY, RowRound
 from draft_worker import Plan
-from run.placement import Placement
 
 
 @dataclass
@@ -77,6 +76,29 @@ class Stats:
                                sum(passes for passes, _ in paced)),
         } | self.choices | means
 
+    def trace(self, devices: list[str]) -> dict[str, Any]:
+        """Return the work of every rank and, beside rank 0's, the rounds of every row of its batch,
+        in Chrome's Trace Event Format (whole microseconds, so that a round ends where the next
+        begins)."""
+        spans = [(rank, 0, *span, {}) for rank, *span, _, _ in self.spans]
+        prompts = 0
+        for number, start, end, rows in self.log:
+            if number == 0:
+                first, prompts = prompts, prompts + len(rows)
+            for row, source, drafted, k, bonus, kept in rows:
+                told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k,
+                        "t*": bonus, "kept": len(kept), "hit": source == PRIMARY,
+                        "source": ("cache", "backup")[source]}
+                spans.append((0, 1 + row, "round", start, end, told))
+        # viewers take process 0 and thread 0 for the idle ones of Linux
+        events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
+                   "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
+                  for rank, track, work, start, end, told in spans]
+        for rank, device in enumerate(devices):
+            title = {"name": f"rank {rank}, {device}, by the clock of its machine"}
+            events.append({"name": "process_name", "ph": "M", "pid": 1 + rank, "args": title})
+        return {"traceEvents": events}
+
 
 def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
     """Return the choices of sections 4.1 to 4.3, as `--output` names them. `critical_batch_size` is
@@ -87,36 +109,5 @@ def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
             "critical_batch_size": None if b == math.inf else b}
 
 
-def trace_of(stats: Stats, placement: Placement) -> dict[str, Any]:
-    """Return the work of every rank and, beside rank 0's, the rounds of every row of its batch, in
-    Chrome's Trace Event Format (whole microseconds, so that a round ends where the next begins)."""
-    spans = [(rank, 0, *span, {}) for rank, *span, _, _ in stats.spans]
-    prompts = 0
-    for number, start, end, rows in stats.log:
-        if number == 0:
-            first, prompts = prompts, prompts + len(rows)
-        for row, source, drafted, k, bonus, kept in rows:
-            told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k, "t*": bonus,
-                    "kept": len(kept), "hit": source == PRIMARY,
-                    "source": ("cache", "backup")[source]}
-            spans.append((0, 1 + row, "round", start, end, told))
-    # viewers take process 0 and thread 0 for the idle ones of Linux
-    events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
-               "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
-              for rank, track, work, start, end, told in spans]
-    for rank, device in enumerate(placement.devices):
-        name = f"rank {rank}, {device}, by the clock of its machine"
-        events.append({"name": "process_name", "ph": "M", "pid": 1 + rank, "args": {"name": name}})
-    return {"traceEvents": events}
-
-
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
-
-
-def theorem_7(summary: dict[str, Any], batch_size: int = 1) -> float:
-    """Return the speedup over autoregressive decoding that Theorem 7, or in a batch Corollary 16,
-    predicts from the parts measured. What was not measured, such as E_miss without a miss, counts
-    as 0."""
-    parts = [summary[name] or 0.0 for name in ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
-    return throughput(*parts, batch_size)
