@@ -22,6 +22,7 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from timeit import repeat
 from typing import Any, Callable, Iterable, NamedTuple
 
@@ -32,7 +33,7 @@ from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, theorem_7, throughput
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
-from engine.errors import UserError
+from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from engine.timing import linear_layers
 from figures import draw
@@ -173,8 +174,8 @@ class Bench:
             size = decoder.settings.batch_size
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
-        # `disable` is None on rank 0: shown on terminals
-        for turn in tqdm([*zip_longest(*batches)], leave=False, disable=not self.leads or None):
+        turns = [*zip_longest(*batches)]
+        for turn in tqdm(turns, "decoding", leave=False, disable=not self.leads, mininterval=5):
             for decoder, batch in zip(new.values(), turn):
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)
@@ -532,7 +533,8 @@ def main(settings: BenchSettings) -> None:
     if settings.out is not None:  # refuse at once what could not be written at the end
         open_for_writing("--out", settings.out, "a", settings).close()
     if settings.sweep:
-        open_for_writing("--figures", f"{settings.figures}/{SWEEPS[0]}.svg", "a").close()
+        with reported_as(f"--figures {settings.figures!r}", OSError):
+            TemporaryFile(dir=settings.figures).close()
     bench = Bench(settings)
     if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
         settings.pace = (0.0, 0.0)

@@ -52,6 +52,8 @@ const addEventListener = (kind, act) => handlers[kind] = handlers[kind] || act;
 const document = {addEventListener, getElementById: id => made[id] = made[id] || element()};
 const location = {hash: ""}, frames = [];
 const history = {replaceState(state, title, hash) { location.hash = hash; }};
+let timer = () => {};
+const setTimeout = act => timer = act, clearTimeout = () => timer = () => {};
 const requestAnimationFrame = act => frames.push(act);
 """
 
@@ -70,6 +72,7 @@ def browser(hash: str = ""):
 
 def ask(context, call: str):
     """What a call returns, by way of JSON."""
+    context.eval("timer()")
     return json.loads(context.eval(f"JSON.stringify({call})"))
 
 
@@ -90,6 +93,8 @@ def test_every_round_is_drawn_as_it_was(name):
         context.eval(f"goTo('{mode}', {i})")
         assert ask(context, "location.hash") == f"#T={temperature}&mode={mode}&round={i}"
         html = ask(context, "made.round.html")
+        cut = mode != "AR" and len(told["new"]) <= told["outcome"][0]
+        assert ("cut at the length" in html) == cut
         assert f"round {i} of {len(run['rounds']) - 1}" in html
         if mode == "AR":
             continue
@@ -161,6 +166,14 @@ def test_it_plays_and_obeys_keys_and_clicks():
     context.eval("""handlers.click({target: {closest: part => part === "[data-at]"
                  ? {dataset: {at: "SSD,4"}} : null}})""")
     assert ask(context, "location.hash") == "#T=0&mode=SSD&round=4"
+
+
+def test_the_address_is_written_once_after_many_moves():
+    """Browsers refuse more than some 200 in half a minute."""
+    context = browser()
+    context.eval("""let written = []; history.replaceState = (state, title, hash) => written.push(hash);
+                 for (let move = 0; move < 300; move++) seek(move);""")
+    assert ask(context, "written") == ["#T=0&mode=SSD&t=299"]
 
 
 def test_a_wrong_fragment_does_no_harm():
