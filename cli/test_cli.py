@@ -1337,6 +1337,7 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
         [*words, "--out", tmp_path / "out"],
         [*words, "--sweep", *names, "--figures", tmp_path, "--out", tmp_path / "rows"]])[0]
     assert compared[0] == drawn[0] == 0, compared[1] + drawn[1]
+    assert drawn[1].count("decoding: ") > 2, "minutes in silence look like a hang"
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
     assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
@@ -1373,6 +1374,16 @@ def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
             assert old == new
         words = [set(re.findall(r"<text[^>]*>([^<]*[a-z]{2}[^<]*)<", text)) for text in (old, new)]
         assert words[0] == words[1]
+
+
+def test_a_sweep_that_is_stopped_leaves_no_empty_figure(tmp_path, monkeypatch):
+    bench_py = importlib.import_module("bench")
+    monkeypatch.setattr(bench_py, "Bench", lambda settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench_py.main(BenchSettings(sweep=("shape",), figures=str(tmp_path)))
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(UserError, match="--figures 'none': No such file"):
+        bench_py.main(BenchSettings(sweep=("shape",), figures="none"))
 
 
 def test_results_that_cannot_be_drawn_are_one_sentence(tmp_path):
