@@ -175,7 +175,8 @@ class Bench:
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
         turns = [*zip_longest(*batches)]
-        for turn in tqdm(turns, "decoding", leave=False, disable=not self.leads, mininterval=5):
+        for turn in tqdm(turns, "decoding", leave=False, disable=not (self.leads and turns),
+                         mininterval=5):
             for decoder, batch in zip(new.values(), turn):
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)

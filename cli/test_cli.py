@@ -1341,7 +1341,7 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
     assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
-    assert re.search(r"\nverify: \S+ ms .*\ntrunk \+ tree: .* x\nfastest here: ", compared[1])
+    assert re.search(r"verify: \S+ ms .*\ntrunk \+ tree: .* x\nfastest here: ", compared[1])
     best = max((result for result in read(tmp_path / "out")["results"] if not result["value"]),
                key=lambda result: result["tokens/s"])
     program, *command = shlex.split(compared[1].rpartition("fastest here: python ")[2])
