@@ -171,7 +171,8 @@ def test_it_plays_and_obeys_keys_and_clicks():
 def test_the_address_is_written_once_after_many_moves():
     """Browsers refuse more than some 200 in half a minute."""
     context = browser()
-    context.eval("""let written = []; history.replaceState = (state, title, hash) => written.push(hash);
+    context.eval("""let written = [];
+                 history.replaceState = (state, title, hash) => written.push(hash);
                  for (let move = 0; move < 300; move++) seek(move);""")
     assert ask(context, "written") == ["#T=0&mode=SSD&t=299"]
 
