@@ -33,11 +33,11 @@ class CapturedGraph:
 
     def __init__(self, model: CausalLM, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor,
                  stream: torch.cuda.Stream, like: "CapturedGraph | None"):
-        """`expected` are the logits of this pass, which has run before. The output is that of
-        `like`, the same pass over another number of slots, if there is one. All graphs of a model
-        share memory: they are captured on one `stream`, replayed one after the other, and what
-        each gives is copied before the next. Raises RuntimeError if the pass cannot be captured, or
-        if its replay gives other logits."""
+        """`expected` are the logits of this pass, which has run before. `like` is a graph of the
+        same pass over another number of slots, whose output buffer is used again. All graphs of a
+        model share memory: they are captured on one `stream`, replayed one after the other, and
+        what each gives is copied before the next. Raises RuntimeError if the pass cannot be
+        captured, or if its replay gives other logits."""
         self.inputs = inputs
         pool = next((graph.graph.pool() for graph in model.kv.graphs.values()), None)
         self.output = like.output if like else torch.empty_like(expected)

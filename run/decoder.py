@@ -82,9 +82,9 @@ class Decoder:
             self.stats.log.append((number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
-                for row in sequences.last_round:
-                    if on_tokens(row.row, row.new_tokens, row.source) is False:
-                        sequences.stop(row.row)
+                for row, source, *_, new_tokens in sequences.last_round:
+                    if on_tokens(row, new_tokens, source) is False:
+                        sequences.stop(row)
             except BaseException as problem:  # other ranks are at work: end the batch with them
                 sequences.failure = problem
                 for row in range(len(sequences.prompts)):
