@@ -68,8 +68,8 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
            within: torch.Tensor, memory: list, start: int = 0, precision: float = 0.0) -> Replayed:
     """Compare a text's tokens `[T]` with the target's logits before them, `[T, V]`. `within` `[T]`,
     uniform in (0, 1), chooses a place in each token's interval. `memory` is the same list for all
-    texts, empty at first: `recall` keeps its counts there. `start` is the id before the first token.
-    If V is large, ids share a row of it. The result is in host memory.
+    texts, empty at first: `recall` keeps its counts there. `start` is the id before the first
+    token. If V is large, ids share a row of it. The result is in host memory.
 
     A token that top-k or top-p leaves out counts as the last one that they let in, if they would
     let it in with its logit raised by `rounding` at this `precision`: so it may have been inside in
