@@ -450,9 +450,8 @@ def growth(bench: Bench) -> list[Metrics]:
     for axis, context, rows, vocab_size in tqdm(sizes, "growth"):
         start = torch.full((rows,), context)
         tokens = torch.zeros(rows, max(K + 1, budget), dtype=torch.long, device=device)
-        f = {"name": axis, "lookahead": K, "budget": budget,
-             "context": context, "batch size": rows, "vocabulary": vocab_size,
-             "GB": 4 * rows * budget * K * vocab_size / 1e9}  # of q; below of keys and values
+        f = {"name": axis, "lookahead": K, "budget": budget, "context": context,
+             "batch size": rows, "vocabulary": vocab_size}
         for name, model in zip(("target", "draft"), models):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
             ours = bench.job.with_graphs(CausalLM(model))
@@ -461,8 +460,6 @@ def growth(bench: Bench) -> list[Metrics]:
                 f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)
                 floor = linear_layers(model, tokens[:, :n])
                 f[f"{name}, {n}, linear"] = milliseconds(floor, tokens[:, :n])
-            f["GB"] += sum(part[:, :, :context].nbytes for pair in ours.kv.layers.values()
-                           for part in pair) / 1e9
         logits = torch.randn(*tokens.shape, vocab_size, device=device)
         f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
         f["T_p"] = (f[f"draft, {K + 1}"] + K * f[f"draft, {budget}"]) / f[f"target, {K + 1}"]
