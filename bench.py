@@ -35,7 +35,6 @@ from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, theorem_7, 
 from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM
-from engine.timing import linear_layers
 from figures import draw
 from figures.guesses import counted_hit_rate, fit_shape
 from run.decoder import Decoder, batches_of, make_plan, warm_up, workers
@@ -469,6 +468,25 @@ def growth(bench: Bench) -> list[Metrics]:
     pays = [f["context"] for f in found if f["name"] == "context" and f["T_p"] < 1 + f["T_b"]]
     print(f"  SSD pays, by Theorem 7, up to a context of {max(pays, default=0)}: T_p < 1 + T_b")
     return found
+
+
+def linear_layers(model: torch.nn.Module, tokens: torch.Tensor) -> Callable:
+    """Return what runs the linear layers of a model alone, each on random numbers for `tokens`
+    `[B, n]`. On a GPU it is a CUDA graph: Python would take longer to launch them than they do."""
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    inputs = {layer.in_features: torch.randn(*tokens.shape, layer.in_features).to(layer.weight)
+              for layer in layers}
+
+    def run(*_) -> list[torch.Tensor]:
+        return [layer(inputs[layer.in_features]) for layer in layers][-1:]
+
+    outputs = run()
+    if tokens.device.type != "cuda":
+        return run
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return lambda *_: graph.replay() or outputs
 
 
 def milliseconds(work: Callable, *inputs) -> float:

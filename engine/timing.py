@@ -1,7 +1,6 @@
 """Times every piece of work, and can let it take as long as on other hardware."""
 import time
 from contextlib import contextmanager, nullcontext
-from typing import Callable
 
 import torch
 
@@ -64,18 +63,3 @@ class PacedClock:
                       now - end.elapsed_time(last) / 1000, *how)
                      for work, start, end, *how in marks]
         return marks
-
-
-def linear_layers(model: torch.nn.Module, tokens: torch.Tensor) -> Callable:
-    """Return what runs the linear layers of a model alone, each on random numbers for `tokens`
-    `[B, n]`. On a GPU it is a CUDA graph: Python would take longer to launch them than they do."""
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    inputs = {layer.in_features: torch.randn(*tokens.shape, layer.in_features).to(layer.weight)
-              for layer in layers}
-    outputs = [layer(inputs[layer.in_features]) for layer in layers][-1:]
-    if tokens.device.type != "cuda":
-        return lambda *_: [layer(inputs[layer.in_features]) for layer in layers][-1:]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [layer(inputs[layer.in_features]) for layer in layers][-1:]
-    return lambda *_: graph.replay() or outputs
