@@ -1389,9 +1389,10 @@ def test_a_sweep_that_is_stopped_leaves_no_empty_figure(tmp_path, monkeypatch):
 
 def test_results_that_cannot_be_drawn_are_one_sentence(tmp_path):
     (tmp_path / "rows").write_text("{}")
-    for file in ("rows", "none"):
-        with pytest.raises(UserError, match=f"{file} holds no results"):
-            redraw(tmp_path / file)
+    (tmp_path / "old").write_text('{"results": [{"sweep": "timeline", "name": "SD"}]}')
+    for file in ("rows", "old", "none"):
+        with pytest.raises(UserError, match=f"{file} cannot be drawn"):
+            redraw(tmp_path / file, "--figures", tmp_path)
 
 
 def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):

@@ -246,12 +246,12 @@ def main() -> None:
     parser.add_argument("--figures", default="figures", help="folder for the figures")
     args = parser.parse_args()
     for path in args.files:
-        with reported_as(f"{path} holds no results", (OSError, LookupError, ValueError)):
+        with reported_as(f"{path} cannot be drawn", (OSError, LookupError, ValueError)):
             rows = json.loads(Path(path).read_text("utf-8"))["results"]
-        for name in TITLES:
-            found = [f for f in rows if f["sweep"] == name]
-            if found:
-                figure(args.figures, name, found)
+            for name in TITLES:
+                found = [f for f in rows if f["sweep"] == name]
+                if found:
+                    figure(args.figures, name, found)
 
 
 if __name__ == "__main__":
