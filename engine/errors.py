@@ -46,11 +46,11 @@ def not_finite(whose: str, dtype: object) -> UserError:
 def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
     the library says. `exceptions` is a class of exceptions or a tuple of them, as in `except`. By
-    default it is all, because damaged files and foreign models raise what they please. What says
-    that memory is too small stays as it is, and so does a `UserError`."""
+    default it is all, because damaged files and foreign models raise what they please. If memory is
+    too small, the exception stays as it is."""
     try:
         yield
     except exceptions as problem:
-        if lacks_memory(problem) or isinstance(problem, UserError):
+        if lacks_memory(problem):
             raise
         raise UserError(f"{sentence}: {first_line(problem)}") from problem
