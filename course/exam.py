@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 import traceback
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 
@@ -20,15 +20,17 @@ class Said(NamedTuple):
     arguments: str
     value: object           # numbers, text, or lists of them
     near: float             # how near it must be
-    right: Callable | None  # of your value: what is expected, if that is not the solution's
+    right: Callable | None  # what is expected, by your value and the solution's; none: the latter
 
 
 class Exam(random.Random):
-    """Draws the arguments of a test, the same on every machine, and notes what is said."""
+    """Draws the arguments of a test, the same on every machine, and notes what is said: of the
+    properties `only`, or if these are none, all."""
 
-    def __init__(self, test: str, hint: str, seed: int):
+    def __init__(self, test: str, hint: str, seed: int, only: Sequence[str] = ()):
         super().__init__(f"{seed} {test}")
         self.hint = f"{test}: {hint}"
+        self.only = only
         self.arguments = "none yet"
         self.said: list[Said] = []
 
@@ -49,19 +51,26 @@ class Exam(random.Random):
     def call(self, function: Callable, *arguments):
         """Call a function, which must leave its arguments as they are."""
         names = inspect.signature(function).parameters
-        self.arguments = "\n            ".join(
-            f"{name} = {value}" for name, value in zip(names, arguments))
+        texts = [str(value) for value in arguments]
+        if len({*texts}) < len(texts):  # what looks equal
+            torch.set_printoptions(precision=8)
+            texts = [str(value) for value in arguments]
+            torch.set_printoptions(precision=4)
+        self.arguments = "\n            ".join(map(" = ".join, zip(names, texts)))
         before = leaves(arguments)
         result = function(*arguments)
         if not same(before, leaves(arguments)):
             raise AssertionError("it changes its arguments")
         return result
 
-    def says(self, part: str | Callable, value, near: float = 1e-6, right=None) -> None:
-        """Note a value; `part` says of what it is, before the hint."""
+    def says(self, part: str | Callable, value, near=1e-6, right=None, of="") -> None:
+        """Note a value of a property, `of`; `part` says what it is, before the hint."""
+        summed = "sums of 16 parts of V; " if is_large(value) else ""
+
         def hint(mine, wanted, test=self.hint):
-            return f"{part if isinstance(part, str) else part(mine, wanted)}{test}"
-        self.said.append(Said(hint, self.arguments, plain(value), near, right))
+            return f"{summed}{part if isinstance(part, str) else part(mine, wanted)}{test}"
+        if not self.only or of in self.only:
+            self.said.append(Said(hint, self.arguments, plain(value), near, right))
 
 
 def leaves(value) -> list:
@@ -83,8 +92,11 @@ def plain(value):
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):  # no numbers
         return str(value)
-    large = tensor.shape[-1:] > (1000,)
-    return (tensor.unflatten(-1, (16, -1)).sum(-1) if large else tensor).tolist()
+    return (tensor.unflatten(-1, (16, -1)).sum(-1) if is_large(tensor) else tensor).tolist()
+
+
+def is_large(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[-1:] > (1000,)
 
 
 def agree(yours, expected, near: float) -> bool:
@@ -113,7 +125,7 @@ def failure(said: list[Said], yours: list, expected: list) -> str:
         if asked is None or mine is None:
             return "it ended too early"
         if asked.right and not isinstance(mine, str):
-            right = asked.right(mine)
+            right = asked.right(mine, right)
         if not agree(mine, right, asked.near):
             hint = asked.hint("" if isinstance(mine, str) else mine, right)
             return (f"{hint}\n  yours     {shown(mine)}\n  expected  {shown(right)}\n"
@@ -127,10 +139,6 @@ def answers(ask: Callable[[Exam], None], exam: Exam) -> list[Said]:
         ask(exam)
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
+        exam.only = ()
         exam.says("", f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})")
     return exam.said
-
-
-def stored(said: list[Said]) -> list:
-    """The values that a later answer is compared with."""
-    return [None if each.right else each.value for each in said]
