@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import json
+import math
 import tomllib
 from pathlib import Path
 from unittest import mock
@@ -39,9 +40,7 @@ torch.set_printoptions(precision=4, threshold=20, edgeitems=2)
 # ---- 1 to 6: functions of numbers ----
 
 SHAPES = (), (3,), (1, 1), (2, 3), (1,), (2, 1, 3)  # leading dimensions
-LARGE = 66000  # a vocabulary above 2^16
-DRAWS = 400  # uniform numbers by which the tokens' shares are counted
-EVEN = (torch.arange(DRAWS).double() + 0.5) / DRAWS
+EVEN = (torch.arange(400).double() + 0.5) / 400  # uniform numbers: of these shares are counted
 # Both sides of the borders between tokens, where all probabilities are multiples of 1/16.
 BORDERS = torch.arange(17).double() / 16
 BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
@@ -86,8 +85,7 @@ def fan_out_arguments(exam, shape, V, beyond=0):
     """Likelihoods need no sum of 1, and no two outcomes are equally likely."""
     rows, K, n = exam.choice([1, 2, 4]), exam.choice([0, 1, 3, 4]), exam.randint(1, 7)
     right = exam.numbers(rows, K + 1, n).sort(-1, descending=True).values
-    most = (K + 1) * n
-    budget = most + exam.randint(1, beyond) if beyond else exam.randrange(most + 1)
+    budget = (K + 1) * n + beyond if beyond else exam.randrange((K + 1) * n + 1)
     return exam.numbers(rows, K + 1), right, budget
 
 
@@ -146,11 +144,10 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
         u = exam.numbers(rows, K + 1)
         u = u.where(exam.numbers(rows, K + 1) < 0.4, 0.2 * u)
         if ties:
-            q_tokens = q.gather(-1, tokens[..., None])[..., 0]
-            chance = (p[:, :K].gather(-1, tokens[..., None])[..., 0] / q_tokens).clamp(max=1)
-            kind = exam.numbers(rows, K)
-            edge = (chance - (1e-9 * (kind < 0.5)).where(chance < 1, 1e-9)).clamp(min=0)
-            u[:, :K] = edge.where((q_tokens != 0.75) & (kind < 0.9), u[:, :K])
+            chance = sampling.acceptance_probability(p[:, :K], q, tokens)
+            below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
+            edge = (chance - 1e-9 * below).clamp(min=0)
+            u[:, :K] = edge.where(4 * chance % 1 == 0, u[:, :K])  # not 1/3, which is rounded
         p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
             -1, ids, part.to(getattr(torch, type))) for part in (p, q))
         given = p, ids[tokens], q[..., :width], u
@@ -286,22 +283,19 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     ids = tree.slots.flatten().tolist()
     own = {slot: trunk + place for place, slot in enumerate(ids)}
     order = "" if ids == sorted(ids) else (
-        f"the slots {tree.slots.tolist()} are in another order, which is yours, but then they must "
-        "be hidden in that order; here they are renamed, step by step; ")
+        f"the slots {tree.slots.tolist()} are in an order of your own, by which later steps are to "
+        "be hidden; here they are renamed, step by step; ")
     exam.says("the slots of the tree, sorted; ", sorted(own), of="slots")
     exam.says("positions of the first tokens; ", tree.positions, of="positions")
-
-    def sees(name: str, seen: torch.Tensor, part: str) -> None:
-        def hint(mine, right):
-            slot = min({*mine} ^ {*right}, default="?")
-            return f"{order}{name} {'sees' if slot in mine else 'does not see'} slot {slot}; all "
-        slots = [own.get(slot, slot) for slot in seen.nonzero().flatten().tolist()]
-        exam.says(hint, sorted(slot for slot in slots if (slot < trunk) == (part == "trunk")),
-                  of=part)
-    tokens = exam.integers(WORDS, K, rows, n)
     for row, branch in itertools.product(range(rows), range(n)):
-        for part in "trunk", "tree":
-            sees(f"in the end branch {branch} of row {row}", tree.visible[row, branch], part)
+        def sees(mine, right, name=f"branch {branch} of row {row}"):
+            slot = min({*mine} ^ {*right}, default="?")
+            return f"{order}{name} {'sees' if slot in mine else 'does not see'} slot {slot}; all of "
+        seen = tree.visible[row, branch].nonzero().flatten().tolist()
+        seen = sorted(own.get(slot, slot) for slot in seen)
+        exam.says(sees, [slot for slot in seen if slot < trunk], of="trunk")
+        exam.says(sees, [slot for slot in seen if slot >= trunk], of="tree")
+    tokens = exam.integers(WORDS, K, rows, n)
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
         model().forward_fn.reset_mock()
         logits = exam.call(draft_worker.tree_pass, model(), tree, tokens[step], step)
@@ -404,61 +398,32 @@ def say_step(exam, text: list[int], tokens: list[int], q: list[float], F: int) -
     exam.says(hint, tokens[:earlier] + q if q else tokens, 1e-6, right, "q")
 
 
-def ask_draws(exam, rounds=250):
-    """Every token is drawn with a number of its own, by which the worker's seed decides."""
-    first, found = exam.randrange(10**6), []
-    for seed, count in (first, rounds), (first, 1), (first + 1, 1):
-        draft, _, in_flight = start(exam, [[1, 1, 1, 1, 1, 1]] * 2, 5, seed=seed)
-        draft.sampler.downweight = 0.0  # which excludes a token; all others are equally likely
-        model().forward_fn = lambda _, tokens, *__: one_hot(tokens % 8, WORDS).double()
-        given = in_flight, Speculation.empty(5)  # every second round is a first one
-        found.append([])
-        for number in range(count):
-            cached = exam.call(draft.pre_speculate, given[number % 2])
-            read = torch.cat([cached.guesses.bonus[..., None], cached.tokens[..., :-1]], -1) % 8
-            excluded = cached.q.gather(-1, read[..., None])[..., 0]
-            exam.says("tokens that C = 0 excludes are drawn, or their q is not 0; ",
-                      ((cached.tokens == read) | (excluded != 0)).sum(), of="numbers")
-            found[-1].append(cached.tokens)
-    found = [torch.stack(tokens) for tokens in found]
-    exam.says("the backup's numbers are left to the backup; ", draft.uniforms[BACKUP].draw(2),
-              of="seed")
-    exam.says("a worker of the same seed draws the same; ", same([found[1]], [found[0][:1]]),
-              of="seed")
-    exam.says("one of another seed draws others; ", not same([found[2]], [found[0][:1]]),
-              of="seed")
-    exam.says(lambda mine, _: uneven(torch.tensor(mine)), found[0], 0,
-              lambda mine, _: "others" if uneven(torch.tensor(mine)) else mine, "numbers")
+def ask_draws(exam, rows=5, shape=(1, 1, 1, 1, 1), rounds=6):
+    """Every token is drawn with a number of its own, from a stream in which each number draws a
+    token of its own."""
+    draft, _, in_flight = start(exam, [[*shape]] * 2, rows)
+    draft.sampler.downweight = 0.0  # excludes the likeliest token; all others are equally likely
+    model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens % 8, WORDS).double()
+    numbers = itertools.cycle(exam.sample(range(8, WORDS - 1), WORDS - 9))
+    draft.uniforms[PRIMARY].draw = lambda *shape: (torch.tensor(
+        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape) + 0.5) / (WORDS - 1)
+    found = []
+    for number in range(rounds):  # every second one is a first one
+        cached = exam.call(draft.pre_speculate, [in_flight, Speculation.empty(rows)][number % 2])
+        read = torch.cat([cached.guesses.bonus[..., None], cached.tokens[..., :-1]], -1) % 8
+        excluded = (cached.tokens == read) | (cached.q.gather(-1, read[..., None])[..., 0] != 0)
+        exam.says("tokens that C = 0 excludes are drawn, or have a q; ", excluded.sum())
+        found.append(cached.tokens)
+    found = torch.stack(found)
 
-
-def uneven(tokens: torch.Tensor) -> str:
-    """What is wrong with tokens `[rounds, rows, branches, steps]` that should be equally likely and
-    independent, or "": by chance in fewer than one of a million gradings."""
-    series = tokens.flatten(1)
-    if len(series.unique(dim=0)) < len(series):
-        return "all numbers of a round are used in another one: "
-    for later in range(20):
-        alike = (series[:len(series) - later, :, None] == series[later:, None]).sum(0)
-        alike = alike if later else alike.fill_diagonal_(0)
-        if alike.max() > 7:
-            pair = divmod(int(alike.argmax()), len(alike))
-            first, second = (f"(row {n // 35}, branch {n // 5 % 7}, step {n % 5})" for n in pair)
-            return f"numbers are used twice: by {first}, and {later} rounds later by {second}"
-    if len(tokens.unique()) < 0.95 * WORDS:
-        return f"numbers are not uniform: {len(tokens.unique())} of {WORDS} tokens are drawn"
-    for dim, name in enumerate(("round", "row", "branch", "step")):
-        parts = tokens.unbind(dim)
-        for place, part in enumerate(parts):
-            seen = torch.bincount(part.flatten() * 20 // WORDS, minlength=20).double()
-            if ((seen - seen.mean()) ** 2 / seen.mean()).sum() > 85:
-                return f"numbers are not uniform in {name} {place}"
-        for (i, one), (j, other) in itertools.combinations(enumerate(parts), 2):
-            for kind, number in ("difference", one - other), ("sum", one + other):
-                seen = torch.bincount(number.flatten() % WORDS, minlength=WORDS).double()
-                if seen.max() > seen.mean() + 10 * seen.mean() ** 0.5 + 8:
-                    return (f"numbers depend on each other: the {kind} of the tokens of {name} {i} "
-                            f"and {j} is too often the same")
-    return ""
+    def twice(mine, right):
+        places = {}
+        for place, token in zip(itertools.product(*map(range, found.shape)), found.flatten()):
+            first = places.setdefault(int(token), place)
+            if first != place:
+                return ("numbers are used twice, or are not the stream's: by (round, row, branch, "
+                        f"step) = {first} and {place}; ")
+    exam.says(twice, len(found.unique()))
 
 
 def ask_serve(exam, counts=(1, 2, 3, 4, 5), rounds=6, gone=False):
