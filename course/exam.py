@@ -4,11 +4,11 @@ A test is a function of an `Exam`, which draws arguments, calls functions and no
 same seed all answers are asked the same. The values are numbers or text, so that they can be kept
 in a file, or compared in a process that the answer has no part in.
 """
-import inspect
 import itertools
 import math
 import random
 import traceback
+from inspect import signature
 from typing import Callable, NamedTuple, Sequence
 
 import torch
@@ -50,13 +50,8 @@ class Exam(random.Random):
 
     def call(self, function: Callable, *arguments):
         """Call a function, which must leave its arguments as they are."""
-        names = inspect.signature(function).parameters
-        texts = [str(value) for value in arguments]
-        if len({*texts}) < len(texts):  # what looks equal
-            torch.set_printoptions(precision=8)
-            texts = [str(value) for value in arguments]
-            torch.set_printoptions(precision=4)
-        self.arguments = "\n            ".join(map(" = ".join, zip(names, texts)))
+        self.arguments = "\n            ".join(
+            f"{name} = {value}" for name, value in zip(signature(function).parameters, arguments))
         before = leaves(arguments)
         result = function(*arguments)
         if not same(before, leaves(arguments)):

@@ -25,7 +25,7 @@ def with_bodies(body: str, before: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def marker(tmp_path_factory):
-    return mark.Marker(["6"], 1, 60, False, tmp_path_factory.mktemp("programs"))
+    return mark.Marker(["6"], 1, 60, tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture
@@ -129,9 +129,6 @@ return 0.0""")
 def test_part_of_the_points(marks, marker, tmp_path):
     wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
     assert marks(wrong)[0] == 10 and "p_hit of 0" in marks(wrong)[1]
-    marker.all_or_nothing = True
-    assert marks(wrong)[0] == 0
-    marker.all_or_nothing = False
 
 
 def test_what_is_no_small_file_is_not_read(marker, tmp_path):
@@ -184,5 +181,5 @@ def test_a_colon_in_the_path_of_the_program(tmp_path, monkeypatch):
     (tmp_path / "13:45 x").mkdir()
     (tmp_path / "cache.py").write_text(RIGHT)
     (tmp_path / "13:45 x/programs").mkdir()
-    marker = mark.Marker(["6"], 1, 60, False, tmp_path / "13:45 x/programs")
+    marker = mark.Marker(["6"], 1, 60, tmp_path / "13:45 x/programs")
     assert marker.grade(tmp_path, "6") == (11, "")
