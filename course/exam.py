@@ -63,7 +63,7 @@ class Exam(random.Random):
         summed = "sums of 16 parts of V; " if is_large(value) else ""
 
         def hint(mine, wanted, test=self.hint):
-            return f"{summed}{part if isinstance(part, str) else part(mine, wanted)}{test}"
+            return f"{part if isinstance(part, str) else part(mine, wanted)}{summed}{test}"
         if not self.only or of in self.only:
             self.said.append(Said(hint, self.arguments, plain(value), near, right))
 

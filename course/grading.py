@@ -63,7 +63,7 @@ def saguaro_arguments(exam, shape, V, C=(0.25, 0.5, 0.9, 1.0)):
 
 def tied_arguments(exam, shape, V):
     """Most probabilities are equal to another one."""
-    return sixteenths(exam, *shape, parts=4, V=V), exam.randint(1, V), exam.choice([0.0, 0.5])
+    return sixteenths(exam, *shape, parts=4, V=V), exam.randint(1, V), 0.5
 
 
 def integral_arguments(exam, shape, V, **_):
@@ -150,7 +150,7 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
 def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0), V=None,
                type="float64", fine=False):
     """If `fine`, C = 0 leaves multiples of 1/8 beside the likeliest token."""
-    for shape in [(2,)] if V else [(3,), (2, 3), (1,), (1, 1)] * 3:
+    for shape in [(2,)] * 6 if V else [(3,), (2, 3), (1,), (1, 1)] * 3:
         width = V or exam.choice([4, 7])
         settings = [*map(exam.choice, (T, top_k, top_p, C))]
         logits = 6 * exam.numbers(*shape, width).to(getattr(torch, type))
@@ -206,13 +206,13 @@ def ask_matches(exam):
 
 def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
     for rows, width in itertools.product(counts * times, (0, 3)):
-        n, K = exam.randint(1, 12), exam.randint(1, 3)
+        n, K = exam.randint(2, 12), exam.randint(1, 3)
         k, bonus = exam.integers(3, rows, n), exam.integers(4, rows, n)
         k[exam.numbers(rows, n) < 0.1] = NO_OUTCOME
-        taken = exam.integers(n, rows, 1)
-        first = exam.choice([0, 2**16, 2**31])
-        outcome = Outcome(k.gather(1, taken)[:, 0].clamp(min=0),
-                          first + bonus.gather(1, taken)[:, 0] + exam.integers(2, rows))
+        first, taken = exam.choice([0, 2**16, 2**31]), exam.integers(n, rows, 1)
+        found_k, found_bonus = (part.gather(1, taken)[:, 0] for part in (k.clamp(min=0), bonus))
+        miss = exam.choice([1, 2**16]) * exam.integers(2, rows)
+        outcome = Outcome(found_k, first + found_bonus + miss)
         tokens = (10 * k + bonus)[..., None] + 100 * torch.arange(K)  # of equal guesses the same
         prepared = SpeculationCache(Outcome(k, first + bonus), tokens,
                                     tokens[..., None] + 0.1 * torch.arange(width))
@@ -380,7 +380,7 @@ def ask_draws(exam, rows=5, shape=(1, 1, 1, 1, 1), rounds=6):
     model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens % 8, WORDS).double()
     numbers = itertools.cycle(exam.sample(range(8, WORDS - 1), WORDS - 9))
     draft.uniforms[PRIMARY].draw = lambda *shape: (torch.tensor(
-        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape) + 0.5) / (WORDS - 1)
+        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape) + 1e-6) / (WORDS - 1)
     found = []
     for number in range(rounds):  # every second one is a first one
         cached = exam.call(draft.pre_speculate, [in_flight, Speculation.empty(rows)][number % 2])
