@@ -1062,7 +1062,7 @@ def test_an_exercise_named_twice_counts_once(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_hand_out_grades_itself(hand_out):
     report = hand_out[1].communicate()[0]
-    assert "yours     7\n  expected  1.75" in report
+    assert re.search(r"yours     7\n  expected  \d\.\d", report)
     assert [n for n in EXERCISES if f"NotImplementedError: exercise {n}:" in report] == [
         n for n in EXERCISES if n != "4"]
     assert "geometric_fan_out" not in report
