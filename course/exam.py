@@ -4,12 +4,12 @@ A test is a function of an `Exam`, which draws arguments, calls functions and no
 same seed all answers are asked the same. The values are numbers or text, so that they can be kept
 in a file, or compared in a process that the answer has no part in.
 """
-import inspect
 import itertools
 import math
 import random
 import traceback
-from typing import Callable, NamedTuple
+from inspect import signature
+from typing import Callable, NamedTuple, Sequence
 
 import torch
 
@@ -20,15 +20,17 @@ class Said(NamedTuple):
     arguments: str
     value: object           # numbers, text, or lists of them
     near: float             # how near it must be
-    right: Callable | None  # of your value: what is expected, if that is not the solution's
+    right: Callable | None  # what is expected, by your value and the solution's; none: the latter
 
 
 class Exam(random.Random):
-    """Draws the arguments of a test, the same on every machine, and notes what is said."""
+    """Draws the arguments of a test, the same on every machine, and notes what is said: of the
+    properties `only`, or if these are none, all."""
 
-    def __init__(self, test: str, hint: str, seed: int):
+    def __init__(self, test: str, hint: str, seed: int, only: Sequence[str] = ()):
         super().__init__(f"{seed} {test}")
         self.hint = f"{test}: {hint}"
+        self.only = only
         self.arguments = "none yet"
         self.said: list[Said] = []
 
@@ -48,20 +50,22 @@ class Exam(random.Random):
 
     def call(self, function: Callable, *arguments):
         """Call a function, which must leave its arguments as they are."""
-        names = inspect.signature(function).parameters
         self.arguments = "\n            ".join(
-            f"{name} = {value}" for name, value in zip(names, arguments))
+            f"{name} = {value}" for name, value in zip(signature(function).parameters, arguments))
         before = leaves(arguments)
         result = function(*arguments)
         if not same(before, leaves(arguments)):
             raise AssertionError("it changes its arguments")
         return result
 
-    def says(self, part: str | Callable, value, near: float = 1e-6, right=None) -> None:
-        """Note a value; `part` says of what it is, before the hint."""
+    def says(self, part: str | Callable, value, near=1e-6, right=None, of="") -> None:
+        """Note a value of a property, `of`; `part` says what it is, before the hint."""
+        summed = "sums of 16 parts of V; " if is_large(value) else ""
+
         def hint(mine, wanted, test=self.hint):
-            return f"{part if isinstance(part, str) else part(mine, wanted)}{test}"
-        self.said.append(Said(hint, self.arguments, plain(value), near, right))
+            return f"{part if isinstance(part, str) else part(mine, wanted)}{summed}{test}"
+        if not self.only or of in self.only:
+            self.said.append(Said(hint, self.arguments, plain(value), near, right))
 
 
 def leaves(value) -> list:
@@ -83,8 +87,11 @@ def plain(value):
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):  # no numbers
         return str(value)
-    large = tensor.shape[-1:] > (1000,)
-    return (tensor.unflatten(-1, (16, -1)).sum(-1) if large else tensor).tolist()
+    return (tensor.unflatten(-1, (16, -1)).sum(-1) if is_large(tensor) else tensor).tolist()
+
+
+def is_large(value) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[-1:] > (1000,)
 
 
 def agree(yours, expected, near: float) -> bool:
@@ -113,7 +120,7 @@ def failure(said: list[Said], yours: list, expected: list) -> str:
         if asked is None or mine is None:
             return "it ended too early"
         if asked.right and not isinstance(mine, str):
-            right = asked.right(mine)
+            right = asked.right(mine, right)
         if not agree(mine, right, asked.near):
             hint = asked.hint("" if isinstance(mine, str) else mine, right)
             return (f"{hint}\n  yours     {shown(mine)}\n  expected  {shown(right)}\n"
@@ -127,10 +134,6 @@ def answers(ask: Callable[[Exam], None], exam: Exam) -> list[Said]:
         ask(exam)
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
+        exam.only = ()
         exam.says("", f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})")
     return exam.said
-
-
-def stored(said: list[Said]) -> list:
-    """The values that a later answer is compared with."""
-    return [None if each.right else each.value for each in said]

@@ -3,13 +3,14 @@
 A test draws arguments, calls your function, and brings what comes out into a form in which all
 right answers agree: the order of guesses is yours, and so is which uniform number draws which
 token. It should say what the solution says: expected.json, in a hand-out. Marking draws other
-arguments. values.toml lists the tests, their hints, and cases for a pencil. A failure gives a hint,
-the arguments, what your function returned or raised, and what was expected.
+arguments. values.toml lists the tests, their points and hints. A failure gives a hint, the
+arguments, what your function returned or raised, and what was expected.
 """
 import functools
 import inspect
 import itertools
 import json
+import math
 import tomllib
 from pathlib import Path
 from unittest import mock
@@ -24,23 +25,23 @@ import saguaro
 import sampling
 from cache import BACKUP, FINISHED, NO_OUTCOME, PRIMARY, Outcome, Speculation, SpeculationCache
 from cli.settings import TINY
-from course.exam import Exam, Said, agree, answers, failure, is_real, plain, same, stored
-from draft_worker import DraftWorker
+from course.exam import Exam, Said, agree, answers, failure, is_real, plain, same
 from engine.model import CausalLM, load
 
 VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"))
 EXPECTED = Path(__file__).with_name("expected.json")
 SEED = 0  # of the arguments here
-PENCIL = "with a pencil"
 torch.set_num_threads(1)
-torch.set_printoptions(precision=4, threshold=20, edgeitems=2)
+torch.set_printoptions(precision=6, threshold=20, edgeitems=2)
 
 
 # ---- 1 to 6: functions of numbers ----
 
 SHAPES = (), (3,), (1, 1), (2, 3), (1,), (2, 1, 3)  # leading dimensions
-LARGE = 66000  # a vocabulary above 2^16
-DRAWS = 400  # uniform numbers by which the tokens' shares are counted
+EVEN = (torch.arange(400).double() + 0.5) / 400  # uniform numbers: of these shares are counted
+# Both sides of the borders between tokens, where all probabilities are multiples of 1/16.
+BORDERS = torch.arange(17).double() / 16
+BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
 
 
 def acceptance_arguments(exam, shape, V):
@@ -48,16 +49,21 @@ def acceptance_arguments(exam, shape, V):
     return p, q, (exam.numbers(*shape, V) * (q > 0)).argmax(-1)
 
 
-def residual_arguments(exam, shape, V, step=1.0):
-    """Some q are p, some are 0, others a `step` away from p."""
+def residual_arguments(exam, shape, V, equal=0.0, step=1.0):
+    """The share `equal` of all q are p, some are 0, others a `step` away from p."""
     p, other = (exam.distributions(*shape, V, steepest=5) for _ in range(2))
     kind = exam.numbers(*shape, 1)
-    q = torch.where(kind < 0.25, p, (1 - step) * p + step * other)
+    q = torch.where(kind < equal, p, (1 - step) * p + step * other)
     return p, torch.where(kind > 0.9, 0.0, q)
 
 
 def saguaro_arguments(exam, shape, V, C=(0.25, 0.5, 0.9, 1.0)):
     return exam.distributions(*shape, V, steepest=5), exam.randrange(V + 3), exam.choice(C)
+
+
+def tied_arguments(exam, shape, V):
+    """Most probabilities are equal to another one."""
+    return sixteenths(exam, *shape, parts=4, V=V), exam.randint(1, V), 0.5
 
 
 def integral_arguments(exam, shape, V, **_):
@@ -73,84 +79,107 @@ def number_arguments(exam, shape, V, **ends):
             for pair in ends.values()]
 
 
-def fan_out_arguments(exam, shape, V):
+def fan_out_arguments(exam, shape, V, beyond=0):
     """Likelihoods need no sum of 1, and no two outcomes are equally likely."""
     rows, K, n = exam.choice([1, 2, 4]), exam.choice([0, 1, 3, 4]), exam.randint(1, 7)
     right = exam.numbers(rows, K + 1, n).sort(-1, descending=True).values
-    return exam.numbers(rows, K + 1), right, exam.randrange((K + 1) * n + 1)
+    budget = (K + 1) * n + beyond if beyond else exam.randrange((K + 1) * n + 1)
+    return exam.numbers(rows, K + 1), right, budget
 
 
-def ask_function(exam, name, draw="numbers", V=None, type="float64", near=1e-6, **keywords):
-    for shape in SHAPES[3:4] if V else SHAPES * 3:
-        arguments = ARGUMENTS[draw](exam, shape, V or exam.choice([3, 4, 7]), **keywords)
+def ask_function(exam, name, draw="numbers", V=None, type="float64", near=1e-6, times=3, **ends):
+    function = FUNCTIONS[name]
+    for shape in SHAPES[3:4] if V else SHAPES * times:
+        arguments = ARGUMENTS[draw](exam, shape, V or exam.choice([3, 4, 7]), **ends)
         arguments = [part.to(getattr(torch, type)) if isinstance(part, torch.Tensor)
                      and is_real(part) else part for part in arguments]
-        exam.says("", exam.call(FUNCTIONS[name], *arguments), near)
+        result = exam.call(function, *arguments)
+        value = result.sort(-1).values if draw == "tied" else result  # which of them is yours
+        exam.says("sorted; " if draw == "tied" else "", value, near, of="value")
         if name == "geometric_fan_out":
-            exam.says("the sum F_0 + .. + F_K of ", sum(FUNCTIONS[name](*arguments)))
+            exam.says("the sum F_0 + .. + F_K of ", sum(result), of="sum")
+            if "theorem" in exam.only:  # a 100th of what a budget of 100 times as much gives
+                large = function(100 * arguments[0], *arguments[1:])
+                exam.says("F_0.., and 100 times what the theorem says; ", [result, large], 0,
+                          within_one, "theorem")
 
 
-def ask_with_pencil(exam, name, cases):
-    for given, right in cases:
-        given = [torch.tensor(part) if isinstance(part, list) else part for part in given]
-        given = [part.double() if torch.is_tensor(part) and is_real(part) else part
-                 for part in given]
-        exam.says("", exam.call(FUNCTIONS[name], *given), 5e-6, lambda _, right=right: right)
+def within_one(mine, right):
+    """What is expected: F_0.. themselves, if they are less than 1 from a 100th of the theorem's."""
+    far = [abs(F - real / 100) > 1.02 for F, real in zip(mine[0], right[1])]
+    return right if any(far) or len(mine[0]) < len(right[1]) else mine
 
 
-def even() -> torch.Tensor:
-    """Uniform numbers, as even as can be, with both ends of [0, 1)."""
-    numbers = (torch.arange(DRAWS).double() + 0.5) / DRAWS
-    numbers[0] = 0
-    numbers[-1] = 1 - 1e-9
-    return numbers
+def sixteenths(exam, *shape, V, parts=16):
+    """Distributions `[*shape, V]` of multiples of 1/`parts`, which leaves no rounding."""
+    return one_hot(exam.integers(V, *shape, parts), V).double().mean(-2)
 
 
-def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(1, 20), width=None, type="float64"):
-    """Probabilities are multiples of 1/16, which leaves no rounding. Uniform numbers are often 0,
-    or as large as an acceptance probability may be."""
+def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="float64",
+               V=None, parts=4, ties=False, equal=False):
+    """p and q are multiples of 1/`parts`; if `equal`, they are the same. With `ties` uniform
+    numbers are as large as an acceptance probability, or a little less. In parts of 1/4 the
+    residual is in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
     for K, rows in itertools.product(lookaheads, counts):
-        V = exam.choice([3, 4, 6])
-        p, q = (one_hot(exam.integers(V, rows, n, 16), V).double().mean(-2) for n in (K + 1, K))
-        tokens = (exam.numbers(rows, K, V) * (q > 0)).argmax(-1)
-        kind = exam.numbers(rows, K + 1)
-        u = torch.where(kind < 0.3, exam.integers(8, rows, K + 1) / 8, exam.numbers(rows, K + 1))
-        u = u.where(kind < 0.6, 0.2 * u)
-        given = p.to(getattr(torch, type)), tokens, q[..., :width].to(getattr(torch, type)), u
-        exam.says("k of ", exam.call(sampling.verify, *given)[0])
+        ids = torch.tensor(sorted(exam.sample(range(V or 5), exam.choice([3, 4, 5]))))
+        p = sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts)
+        q = p if equal else sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts)
+        tokens = (exam.numbers(20, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
+        lost = (p - (q if width is None else one_hot(tokens, len(ids)))).clamp(min=0).sum(-1)
+        place = (lost != 0.75).int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
+        p, q, tokens = p[place], q[place][:, :K], tokens[place][:, :K]
+        u = exam.numbers(rows, K + 1)
+        u = u.where(exam.numbers(rows, K + 1) < 0.4, 0.2 * u)
+        if ties:
+            chance = sampling.acceptance_probability(p[:, :K], q, tokens)
+            below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
+            edge = (chance - 1e-9 * below).clamp(min=0)
+            u[:, :K] = edge.where(4 * chance % 1 == 0, u[:, :K])  # not 1/3, which is rounded
+        p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
+            -1, ids, part.to(getattr(torch, type))) for part in (p, q))
+        given = p, ids[tokens], q[..., :width], u
+        exam.says("k of ", exam.call(sampling.verify, *given)[0], of="k")
         few = min(rows, 4)
-        many = [part[:few].repeat(DRAWS, *[1] * (part.dim() - 1)) for part in given]
-        many[3][:, -1] = even().repeat_interleave(few)
-        shares = one_hot(sampling.verify(*many)[1].view(-1, few), V).double().mean(0)
-        exam.says(f"t*'s shares, by {DRAWS} last uniform numbers, of ", shares, 0.01)
-        exam.says("tokens that can be t* of ", shares > 0)
+        many = [part[:few].repeat(len(BORDERS), *[1] * (part.dim() - 1)) for part in given]
+        many[3][:, -1] = BORDERS.repeat_interleave(few)
+        drawn = sampling.verify(*many)[1].view(-1, few, 1) == ids
+        exam.says(f"shares of the tokens {ids.tolist()} as t*, by {len(BORDERS)} last uniform "
+                  "numbers, of ", drawn.double().mean(0), of="t*")
 
 
-def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), V=None, type="float64"):
-    for shape in [(2,)] if V else [(3,), (2, 3), (1,), (1, 1)] * 3:
+def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0), V=None,
+               type="float64", fine=False):
+    """If `fine`, C = 0 leaves multiples of 1/8 beside the likeliest token."""
+    for shape in [(2,)] * 6 if V else [(3,), (2, 3), (1,), (1, 1)] * 3:
         width = V or exam.choice([4, 7])
-        settings = [*map(exam.choice, (T, top_k, top_p, (0.0, 0.5, 1.0)))]
+        settings = [*map(exam.choice, (T, top_k, top_p, C))]
         logits = 6 * exam.numbers(*shape, width).to(getattr(torch, type))
         uniforms, fan_out = exam.numbers(*shape), exam.randrange(width)
+        if fine:
+            fan_out = 1
+            logits = pad(sixteenths(exam, *shape, V=width - 1, parts=8), (1, 0), value=1.0).log()
         sampler = sampling.Sampler(*settings)
         tokens, q = exam.call(sampler.sample, logits, uniforms, fan_out)
         exam.arguments += f"\n            Sampler({', '.join(map(str, settings))})"
-        exam.says("the reported q of ", q, 1e-6 if type == "float64" else 1e-3)
-        if not V:
-            place = torch.arange(DRAWS)[:, None] + 37 * torch.arange(uniforms.numel())
-            numbers = even()[place % DRAWS].view(-1, *shape)  # in every place in another order
-            tokens, _ = sampler.sample(logits.expand(DRAWS, *logits.shape), numbers, fan_out)
-            shares = one_hot(tokens, width).double().mean(0)
-            exam.says("the drawn tokens' shares of ", shares, 0.01)
-        if q.shape[-1]:
-            drawn = q.expand(*tokens.shape, width).gather(-1, tokens[..., None])
-            exam.says("the least q of a drawn token is 0: ", bool(drawn.min() == 0))
+        exam.says("the reported q of ", q, 1e-6 if type == "float64" else 1e-3, of="sigma")
+        if V or sampler.greedy:
+            drawn = tokens if sampler.greedy else q.gather(-1, tokens[..., None]) == 0
+            exam.says("the likeliest token, or else whether its q is 0, of ", drawn, of="drawn")
+            continue
+        numbers = BORDERS if fine else EVEN
+        place = torch.arange(len(numbers))[:, None] + 37 * torch.arange(uniforms.numel())
+        numbers = numbers[place % len(numbers)].view(-1, *shape)  # in every place another order
+        tokens, _ = sampler.sample(logits.expand(len(numbers), *logits.shape), numbers, fan_out)
+        shares = one_hot(tokens, width).double().mean(0)
+        exam.says(f"the drawn tokens' shares, by {len(numbers)} uniform numbers, and the reported "
+                  "q of ", torch.stack([shares, q.expand_as(shares)]), 1e-6 if fine else 0.01,
+                  lambda mine, _: [mine[1], mine[1]], "drawn")
 
 
 def ask_likely_outcomes(exam, n=(7, 9)):
     for rows, K in itertools.product((1, 2, 4), (0, 1, 3)):
         candidates = exam.numbers(rows, K + 1, exam.choice(n)).argsort(-1)
-        candidates += exam.integers(90, rows, 1, 1)
+        candidates += exam.choice([0, 2**16, 2**31]) + exam.integers(90, rows, 1, 1)
         fan_out = one_hot(exam.integers(K + 1, rows, exam.randint(1, 7)), K + 1).sum(1)
         guesses = exam.call(cache.likely_outcomes, candidates, fan_out)
         pairs = torch.stack([guesses.num_accepted, guesses.bonus], -1)  # by name: an `Outcome`
@@ -163,8 +192,7 @@ def ask_matches(exam):
     ks = torch.tensor([0, 1, 2, 8, exam.choice([16, 32, 64])])
     k, bonus = torch.cartesian_prod(ks, exam.randrange(99) + ids).T
     guesses = Outcome(*(part.repeat(len(k), 1) for part in (k, bonus)))
-    order = torch.tensor(exam.sample(range(len(k)), len(k)))
-    outcomes = Outcome(k[order], bonus[order])
+    outcomes = Outcome(*torch.stack([k, bonus])[:, exam.sample(range(len(k)), len(k))])
 
     def where(mine, right):
         wrong = mine and (torch.tensor(mine) != torch.tensor(right)).nonzero().tolist()
@@ -176,20 +204,22 @@ def ask_matches(exam):
     exam.says(where, exam.call(cache.matches, guesses, outcomes))
 
 
-def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), width=3):
-    for rows in counts:
-        n, K = exam.randint(1, 12), exam.randint(1, 3)
+def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
+    for rows, width in itertools.product(counts * times, (0, 3)):
+        n, K = exam.randint(2, 12), exam.randint(1, 3)
         k, bonus = exam.integers(3, rows, n), exam.integers(4, rows, n)
         k[exam.numbers(rows, n) < 0.1] = NO_OUTCOME
-        taken = exam.integers(n, rows, 1)
-        outcome = Outcome(k.gather(1, taken)[:, 0].clamp(min=0),
-                          bonus.gather(1, taken)[:, 0] + exam.integers(2, rows))
+        first, taken = exam.choice([0, 2**16, 2**31]), exam.integers(n, rows, 1)
+        found_k, found_bonus = (part.gather(1, taken)[:, 0] for part in (k.clamp(min=0), bonus))
+        miss = exam.choice([1, 2**16]) * exam.integers(2, rows)
+        outcome = Outcome(found_k, first + found_bonus + miss)
         tokens = (10 * k + bonus)[..., None] + 100 * torch.arange(K)  # of equal guesses the same
-        prepared = SpeculationCache(Outcome(k, bonus), tokens,
+        prepared = SpeculationCache(Outcome(k, first + bonus), tokens,
                                     tokens[..., None] + 0.1 * torch.arange(width))
         found, q, hit = exam.call(SpeculationCache.look_up, prepared, outcome)
-        for part, value in ("hits", hit), ("hits' tokens", found[hit]), ("hits' q", q[hit]):
-            exam.says(f"{part} of ", value)
+        exam.says("hits of ", hit, of="hits")
+        for part, value in ("tokens", found[hit]), ("q", q[hit]):
+            exam.says(f"hits' {part} of ", value, of="prepared")
 
 
 # ---- 7 and 8: the embedded draft, and random texts ----
@@ -214,12 +244,12 @@ def sigma(text: list[int], F: int) -> list[float]:
     return plain(sampling.saguaro_distribution(logits_after(*text).softmax(-1), F, 0.5))
 
 
-def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None, seed=SEED):
+def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None):
     """The draft behind random texts, with C = 1/2; the texts; and what is under verification."""
     texts = [exam.integers(WORDS, exam.randint(2, 9)).tolist() for _ in range(rows)]
     plan = draft_worker.Plan([[*shape] for shape in fan_out], backup)
     sampler = sampling.Sampler(temperature, downweight=0.5)
-    draft = DraftWorker(model(), sampler, seed, plan)
+    draft = draft_worker.DraftWorker(model(), sampler, SEED, plan)
     draft.start(texts, 30)
     draft.clock.read()  # the clock is the model's: forget what a failed answer left there
     model().forward_fn = mock.Mock(wraps=CausalLM.forward_eager)
@@ -234,37 +264,45 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     draft.trunk_pass(in_flight)
     k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + beyond
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
-    own = {slot: trunk + place for place, slot in enumerate(tree.slots.flatten().tolist())}
-    exam.says("the slots of the tree: ", sorted(own))
+    ids = tree.slots.flatten().tolist()
+    own = {slot: trunk + place for place, slot in enumerate(ids)}
+    order = "" if ids == sorted(ids) else (
+        f"the slots {tree.slots.tolist()} are in another order; below in that of steps; ")
+    exam.says("the slots of the tree, sorted; ", sorted(own), of="slots")
+    exam.says("positions of the first tokens; ", tree.positions, of="positions")
+    for row, branch in itertools.product(range(rows), range(n)):
+        def sees(mine, right, name=f"branch {branch} of row {row}"):
+            slot = min({*mine} ^ {*right}, default="?")
+            return f"{order}{name} {'sees' if slot in mine else 'lacks'} slot {slot}; all of "
+        seen = tree.visible[row, branch].nonzero().flatten().tolist()
+        seen = sorted(own.get(slot, slot) for slot in seen)
+        exam.says(sees, [slot for slot in seen if slot < trunk], of="trunk")
+        exam.says(sees, [slot for slot in seen if slot >= trunk], of="tree")
     tokens = exam.integers(WORDS, K, rows, n)
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
         model().forward_fn.reset_mock()
         logits = exam.call(draft_worker.tree_pass, model(), tree, tokens[step], step)
-        calls = [call.args[4] for call in model().forward_fn.call_args_list]  # or one of all
-        width = max(seen.shape[-1] for seen in calls)
-        visible = torch.cat([pad(seen, (0, width - seen.shape[-1])) for seen in calls], 1)
+        calls = [call.args for call in model().forward_fn.call_args_list]  # or one of all
+        exam.says(f"positions in step {step}, less those of the tree; ",
+                  torch.cat([call[2] for call in calls], 1) - tree.positions, of="advance")
+        later = tree.slots[step + 1:].flatten().tolist()
+        seen = [slot for slot in later if any(call[4][..., slot:slot + 1].any() for call in calls)]
+        exam.says(f"slots of steps after {step} that are seen; ", seen, of="later")
         for row, branch in itertools.product(range(rows), range(n)):
-            def sees(mine, right, name=f"branch {branch} of row {row}"):
-                slot = min({*mine} ^ {*right}, default="?")
-                return f"{name} {'sees' if slot in mine else 'does not see'} slot {slot}; all of "
-            seen = visible[row, branch].nonzero().flatten().tolist()
-            exam.says(sees, sorted(own.get(slot, slot) for slot in seen))
             text = texts[row] + in_flight.tokens[row, :k[row, branch]].tolist()
             text += tokens[:step + 1, row, branch].tolist()
-            exam.says(f"token {step} of branch {branch} of row {row}: position {len(text) - 1}, "
-                      "and its slot; ", logits[row, branch], 1e-6,
-                      lambda _, text=text: plain(logits_after(*text)))
+            exam.says(f"the logits after token {step} of branch {branch} of row {row}, at position "
+                      f"{len(text) - 1}; ", logits[row, branch], 1e-6,
+                      lambda *_, text=text: plain(logits_after(*text)), "logits")
 
 
-def ask_speculate(exam, kinds, temperature=1.0, drafted=2, backups=("neural",)):
+def ask_speculate(exam, kinds, T=(1.0,), drafted=(2,), backups=("neural",)):
     """Rows hit (h), miss (m) or are finished (f)."""
-    for kind, backup in itertools.product(kinds, backups):
+    for kind, temperature, K, backup in itertools.product(kinds, T, drafted, backups):
         rows = len(kind)
-        draft, texts, in_flight = start(exam, [[2, 1, 0], [0, 3, 0]], rows, temperature, backup,
-                                        drafted)
+        draft, texts, in_flight = start(exam, [[2, 1, 0], [0, 3, 0]], rows, temperature, backup, K)
         draft.trunk_pass(in_flight)
-        guesses = Outcome(exam.integers(drafted + 1, rows, 3),
-                          exam.numbers(rows, 20).argsort(-1)[:, :3])
+        guesses = Outcome(exam.integers(K + 1, rows, 3), exam.numbers(rows, 20).argsort(-1)[:, :3])
         prepared = exam.integers(WORDS, rows, 3, 2)
         q = one_hot(prepared, WORDS).double()[..., :len(draft.q_template)]
         k, bonus = (part[:, 1].clone() for part in guesses)
@@ -274,41 +312,42 @@ def ask_speculate(exam, kinds, temperature=1.0, drafted=2, backups=("neural",)):
         answer = exam.call(draft.speculate, in_flight, Outcome(k, bonus),
                            SpeculationCache(guesses, prepared, q))
         work = [name for name, *_ in draft.clock.read()]
-        exam.says("one backup if a row missed, else none; timed; ", work.count("backup"))
-        exam.says("passes of the draft, K or none; ", model().forward_fn.call_count)
+        exam.says("a backup, timed, if a row missed; ", work.count("backup"), of="timed")
+        exam.says("passes of the draft, K or none; ", model().forward_fn.call_count, of="passes")
         active = [row for row in range(rows) if kind[row] != "f"]
         drafted_by = torch.tensor([PRIMARY, BACKUP])[answer.source]  # as `pre_speculate` has it
-        exam.says("who drafted, the cache or the backup; ", drafted_by[active])
+        exam.says("who drafted, the cache or the backup; ", drafted_by[active], of="source")
         for row in active:
             def fits(mine, right, row=row, old_text=texts[row]):
                 old = mine and agree(mine[0], sigma(old_text, 0), 1e-6)
                 return "the backup drafted after the old text; " if old else f"q of row {row}; "
-            exam.says("accepted tokens and t* join the text; ",
-                      draft.text[row, :draft.length[row]])
-            exam.says(fits, answer.q[row])
-            exam.says("what was prepared, or the backup's tokens; ", answer.tokens[row])
+            text = draft.text[row, :draft.length[row]]
+            exam.says("accepted tokens and t* join the text; ", text, of="text")
+            exam.says(fits, answer.q[row], of="sent")
+            exam.says("what was prepared, or the backup's tokens; ", answer.tokens[row], of="sent")
 
 
-def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), temperature=1.0, drafted=None):
+def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0), drafted=None):
     """Guesses, and every branch, against ordinary forward passes."""
-    for _ in range(2):
+    for temperature in T:
         shapes = [exam.sample(shape, len(shape)) for shape in shapes]
         draft, texts, in_flight = start(exam, shapes, rows, temperature, drafted=drafted)
         before = draft.text.clone(), draft.length.clone()
         draft.trunk_pass = mock.Mock(wraps=draft.trunk_pass)
         cached = exam.call(draft.pre_speculate, in_flight)
-        work = [name for name, *_ in draft.clock.read()]
-        exam.says("a trunk, timed, a trunk pass, a tree, timed; without a budget, none; ",
-                  [work.count("trunk"), draft.trunk_pass.call_count, work.count("tree")])
-        exam.says("text and length stay; ", same(before, (draft.text, draft.length)))
-        exam.says("the fan-outs do not change; ", draft.plan.fan_out == shapes)
-        exam.says("q: [..., K, V], V = 0 if greedy; K tokens a branch; 0, as they are whole; ",
-                  [*cached.q.shape[-2:], cached.tokens.shape[-1], int(is_real(cached.tokens))])
+        work = sorted(name for name, *_ in draft.clock.read())
+        exam.says("what is timed: a trunk and a tree, without a budget none; ", work, of="timed")
+        exam.says("the number of trunk passes; ", draft.trunk_pass.call_count, of="stays")
+        after = [draft.text, draft.length, draft.plan.fan_out == shapes]
+        exam.says("text, length and fan-outs stay; ", same([*before, True], after), of="stays")
+        exam.says("the shapes of q, [..., K, V], V = 0 if greedy, and of the tokens, [..., K]; ",
+                  [*cached.q.shape[-2:], cached.tokens.shape[-1]], of="q")
+        exam.says("tokens are integers; ", not is_real(cached.tokens), of="q")
         for row, source in enumerate(in_flight.source):
             pairs = torch.stack([part[row] for part in cached.guesses], -1).tolist()
             guessed = sorted((k, bonus, n) for n, (k, bonus) in enumerate(pairs) if k != NO_OUTCOME)
             exam.says(f"row {row}: guesses (k, t*), sorted, by the fan-out {shapes[source]} (in "
-                      "round 0 all for k = 0); ", [pair[:2] for pair in guessed])
+                      "round 0 all for k = 0); ", [pair[:2] for pair in guessed], of="guesses")
             for (k, bonus, branch), step in itertools.product(guessed, range(len(shapes[0]) - 1)):
                 text = texts[row] + in_flight.tokens[row, :k].tolist() + [bonus]
                 say_step(exam, text, cached.tokens[row, branch, :step + 1].tolist(),
@@ -319,11 +358,10 @@ def say_step(exam, text: list[int], tokens: list[int], q: list[float], F: int) -
     """Note what token s_i, the last of these, was drawn from; for which F that is right."""
     earlier = len(tokens) - 1
 
-    def right(mine):
-        before = [int(token) for token in mine[:earlier]]
-        if q:
-            return mine[:earlier] + sigma(text + before, F)
-        return mine[:earlier] + [int(logits_after(*text, *before).argmax())]
+    def right(mine, _):
+        before = text + [int(token) for token in mine[:earlier]]
+        last = sigma(before, F) if q else [int(logits_after(*before).argmax())]
+        return mine[:earlier] + last
 
     def hint(mine, _):
         before = text + [int(token) for token in mine[:earlier]]
@@ -331,93 +369,82 @@ def say_step(exam, text: list[int], tokens: list[int], q: list[float], F: int) -
         found = f"with F = {fits[0]}; after a hit it is {F}" if fits else OTHER_TEXT
         what = f"the q reported of s_{earlier + 1}" if q else f"the greedy s_{earlier + 1}"
         return f"after the guess {text[-1]}, {what} is that {found} "
-    exam.says(hint, tokens[:earlier] + q if q else tokens, 1e-6, right)
+    exam.says(hint, tokens[:earlier] + q if q else tokens, 1e-6, right, "q")
 
 
-def ask_draws(exam, rounds=110):
-    """Every token is drawn with a number of its own, by which the worker's seed decides."""
-    logits = torch.zeros(WORDS).double().index_fill(0, torch.tensor(7), 1.0)
-    first, found = exam.randrange(10**6), []
-    for seed, count in (first, rounds), (first, 1), (first + 1, 1):
-        draft, _, in_flight = start(exam, [[1, 1, 1, 1, 1, 2]] * 2, 5, seed=seed)
-        draft.sampler.downweight = 0.0  # which excludes token 7; all others are equally likely
-        model().forward_fn = lambda _, tokens, *__: logits.repeat(*tokens.shape, 1)
-        given = in_flight, Speculation.empty(5)  # every second round is a first one
-        found.append(torch.stack([exam.call(draft.pre_speculate, given[number % 2]).tokens
-                                  for number in range(count)]))
-    exam.says("the backup's numbers are left to the backup; ", draft.uniforms[BACKUP].draw(2))
-    exam.says("token 7, which C = 0 excludes, is drawn; ", bool((found[0] == 7).any()))
-    exam.says("a worker of the same seed draws the same; ", same([found[1]], [found[0][:1]]))
-    exam.says("one of another seed draws others; ", not same([found[2]], [found[0][:1]]))
-    exam.said.append(Said(lambda mine, _: uneven(torch.tensor(mine)), "", found[0].tolist(), 0,
-                          lambda mine: "others" if uneven(torch.tensor(mine)) else mine))
+def ask_draws(exam, rows=5, shape=(1, 1, 1, 1, 1), rounds=6):
+    """Every token is drawn with a number of its own, from a stream in which each number draws a
+    token of its own."""
+    draft, _, in_flight = start(exam, [[*shape]] * 2, rows)
+    draft.sampler.downweight = 0.0  # excludes the likeliest token; all others are equally likely
+    model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens % 8, WORDS).double()
+    numbers = itertools.cycle(exam.sample(range(8, WORDS - 1), WORDS - 9))
+    draft.uniforms[PRIMARY].draw = lambda *shape: (torch.tensor(
+        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape) + 1e-6) / (WORDS - 1)
+    found = []
+    for number in range(rounds):  # every second one is a first one
+        cached = exam.call(draft.pre_speculate, [in_flight, Speculation.empty(rows)][number % 2])
+        read = torch.cat([cached.guesses.bonus[..., None], cached.tokens[..., :-1]], -1) % 8
+        excluded = (cached.tokens == read) | (cached.q.gather(-1, read[..., None])[..., 0] != 0)
+        exam.says("tokens that C = 0 excludes are drawn, or have a q; ", excluded.sum())
+        found.append(cached.tokens)
+    found = torch.stack(found)
+
+    def twice(mine, right):
+        places = {}
+        for place, token in zip(itertools.product(*map(range, found.shape)), found.flatten()):
+            first = places.setdefault(int(token), place)
+            if first != place:
+                return ("numbers are used twice, or are not the stream's: by (round, row, branch, "
+                        f"step) = {first} and {place}; ")
+    exam.says(twice, len(found.unique()))
 
 
-def uneven(tokens: torch.Tensor) -> str:
-    """What is wrong with tokens `[rounds, rows, branches, steps]` that should be equally likely and
-    independent, or "": by chance in fewer than one of a million gradings."""
-    series = tokens.flatten(1)
-    for later in range(20):
-        alike = (series[:len(series) - later, :, None] == series[later:, None]).sum(0)
-        alike = alike if later else alike.fill_diagonal_(0)
-        if alike.max() > 7:
-            pair = divmod(int(alike.argmax()), len(alike))
-            first, second = (f"(row {n // 35}, branch {n // 5 % 7}, step {n % 5})" for n in pair)
-            return f"numbers are used twice: by {first}, and {later} rounds later by {second}"
-    if len(tokens.unique()) < 0.95 * WORDS:
-        return f"numbers are not uniform: {len(tokens.unique())} of {WORDS} tokens are drawn"
-    for dim, name in enumerate(("round", "row", "branch", "step")):
-        parts = tokens.unbind(dim)
-        for place, part in enumerate(parts):
-            seen = torch.bincount(part.flatten() * 20 // WORDS, minlength=20).double()
-            if ((seen - seen.mean()) ** 2 / seen.mean()).sum() > 85:
-                return f"numbers are not uniform in {name} {place}"
-        for (i, one), (j, other) in itertools.combinations(enumerate(parts), 2):
-            for kind, number in ("difference", one - other), ("sum", one + other):
-                seen = torch.bincount(number.flatten() % WORDS, minlength=WORDS).double()
-                if seen.max() > seen.mean() + 10 * seen.mean() ** 0.5 + 8:
-                    return (f"numbers depend on each other: the {kind} of the tokens of {name} {i} "
-                            f"and {j} is too often the same")
-    return ""
-
-
-def ask_serve(exam, counts=(1, 2, 2, 3, 3, 4)):
-    """The calls of `serve`, in order."""
+def ask_serve(exam, counts=(1, 2, 3, 4, 5), rounds=6, gone=False):
+    """The calls of `serve`, in order. One row is finished last, in round `rounds` or before; most
+    are finished early. If `gone`, the channel breaks instead of saying so."""
     for rows in counts:
-        ends = [exam.randrange(6) for _ in range(rows)]  # the round in which each row is finished
-        v = [Outcome(torch.tensor([FINISHED if number >= end else exam.randrange(3)
-                                   for end in ends]), exam.integers(99, rows))
-             for number in range(max(ends) + 1)]
+        ends = [exam.randrange(3) for _ in range(rows - 1)] + [exam.randint(rounds // 2, rounds)]
+        ends = exam.sample(ends, rows)  # the round in which each row is finished
+        ks = [[FINISHED if number >= end else exam.choice([0, 0, 1, 2]) for end in ends]
+              for number in range(max(ends) + 1)]
+        v = [Outcome(torch.tensor(k), exam.integers(99, rows)) for k in ks]
         s = [Speculation(exam.integers(99, rows, 2), torch.zeros(rows, 2, 0),
                          exam.integers(2, rows)) for _ in v[1:]]
         draft, texts, _ = start(exam, [[1, 1, 1]] * 2, rows)
         channel = saguaro.Channel(mock.Mock(), 2, exam.numbers(0))
-        caches = [f"cache {number}" for number in range(len(v))]
         ranks = mock.Mock()
         for side, name, results in (
-                (draft, "start", [None]), (draft, "pre_speculate", caches),
-                (draft, "speculate", s), (channel, "receive_outcome", v),
+                (draft, "start", [None]), (draft, "speculate", s),
+                (draft, "pre_speculate", [f"cache {number}" for number in range(len(v))]),
+                (channel, "receive_outcome", [*v[:-1], OSError()] if gone and rows > 1 else v),
                 (channel, "send_speculation", [None] * len(s))):
+            results = [*results, AssertionError(f"`{name}` is asked after all rows had finished")]
             setattr(side, name, mock.create_autospec(getattr(side, name), side_effect=results))
             ranks.attach_mock(getattr(side, name), name)
-        exam.call(saguaro.serve, draft, channel, texts, exam.randint(20, 40))
-        ks = [part.num_accepted.tolist() for part in v]
-        exam.arguments = f"rows whose k are, round by round, {ks}"
+        end = "it returned"
+        try:
+            exam.call(saguaro.serve, draft, channel, texts, exam.randint(20, 40))
+        except OSError:
+            end = "the channel's error came out of it"
+        exam.arguments = f"rows whose k are, round by round, {str(ks):.300}"
         calls = []  # their arguments as they are in the end: nobody may change them
         for name, given, named in ranks.mock_calls:
-            side = draft if hasattr(draft, name) else channel
-            arguments = inspect.signature(getattr(side, name)).bind(*given, **named).arguments
-            calls.append(", ".join([name, *map(as_text, arguments.values())]))
-        for number, call in enumerate(calls, start=1):
-            exam.says(f"call {number} of `serve`; ", call)
-        exam.says("the number of calls of `serve`; ", len(calls))
+            called = getattr(draft if hasattr(draft, name) else channel, name)
+            arguments = inspect.signature(called).bind(*given, **named).arguments
+            calls.append([name, ", ".join([name, *map(as_text, arguments.values())])])
+        exam.says(f"its {len(calls)} calls of `serve`, and then; ", [len(calls), end], of="end")
+        for number, (name, _) in enumerate([*calls, [end, end]], start=1):
+            exam.says(f"call {number} of `serve`; ", name, of="order")
+        for name, arguments in sorted(calls, key=lambda call: call[0]):
+            exam.says(f"the calls of `{name}`, in their order; ", arguments, of="arguments")
 
 
 def as_text(argument) -> str:
     """An argument of a call, for comparison; any speculation with K = 0 will do."""
     if not isinstance(argument, Speculation) or argument.tokens.shape[1:] != (0,):
         return str(argument)
-    kind = "real" if is_real(argument.tokens) else "whole"
+    kind = "real numbers as" if is_real(argument.tokens) else "integer"
     return f"K = 0, {kind} tokens of {len(argument.tokens)} rows, {len(argument.source)} sources"
 
 
@@ -427,32 +454,28 @@ FUNCTIONS = {function.__name__: function for function in (
     sampling.acceptance_probability, sampling.residual, sampling.saguaro_distribution,
     cache.acceptance_distribution, cache.best_fan_out, cache.geometric_fan_out,
     cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
-ARGUMENTS = {"numbers": number_arguments, "acceptance": acceptance_arguments,
-             "residual": residual_arguments, "saguaro": saguaro_arguments,
-             "integral": integral_arguments, "fan_out": fan_out_arguments}
-ASKS = {"verify": ask_verify, "sample": ask_sample, "likely_outcomes": ask_likely_outcomes,
-        "matches": ask_matches, "look_up": ask_look_up, "tree": ask_tree,
-        "speculate": ask_speculate, "pre_speculate": ask_pre_speculate, "draws": ask_draws,
-        "serve": ask_serve}
-TESTS = {}  # by name: exercise, hint, and what asks an `Exam`
+ARGUMENTS = {
+    "numbers": number_arguments, "acceptance": acceptance_arguments, "residual": residual_arguments,
+    "saguaro": saguaro_arguments, "tied": tied_arguments, "integral": integral_arguments,
+    "fan_out": fan_out_arguments}
+ASKS = {
+    "verify": ask_verify, "sample": ask_sample, "likely_outcomes": ask_likely_outcomes,
+    "matches": ask_matches, "look_up": ask_look_up, "tree": ask_tree, "speculate": ask_speculate,
+    "pre_speculate": ask_pre_speculate, "draws": ask_draws, "serve": ask_serve}
+TESTS = {}  # by name: exercise, points, hint, properties (none: all), and what asks an `Exam`
 for name, values in VALUES.items():
-    exercise, hint = values["exercise"], values["hint"]
     ask = ASKS.get(name) or functools.partial(ask_function, name=name)
-    shared = values.get("ends", {}) | {key: values[key] for key in ("draw", "near")
-                                       if key in values}
     for situation, changes in values["tests"].items():
-        keywords = {"hint": hint} | shared | changes
-        TESTS[f"{name}, {situation}"] = (
-            exercise, keywords.pop("hint"), functools.partial(ask, **keywords))
-    if "pencil" in values:
-        ask = functools.partial(ask_with_pencil, name=name, cases=values["pencil"])
-        TESTS[f"{name}, {PENCIL}"] = exercise, hint, ask
+        keywords = {"hint": values["hint"], "only": ()} | values.get("all", {}) | changes
+        points, hint, only = map(keywords.pop, ("points", "hint", "only"))
+        asks = functools.partial(ask, **keywords)
+        TESTS[f"{name}, {situation}"] = values["exercise"], points, hint, only, asks
 
 
 def exam_of(name: str, seed: int) -> list[Said]:
     """What the functions of this process say in a test."""
-    _, hint, ask = TESTS[name]
-    return answers(ask, Exam(name, hint, seed))
+    _, _, hint, only, ask = TESTS[name]
+    return answers(ask, Exam(name, hint, seed, only))
 
 
 @functools.cache
@@ -460,7 +483,7 @@ def expected(name: str) -> list:
     """What the solution says; without the file it is what this process says first."""
     if EXPECTED.exists():
         return json.loads(EXPECTED.read_text("utf-8"))[name]
-    return stored(exam_of(name, SEED))
+    return [each.value for each in exam_of(name, SEED)]
 
 
 @pytest.mark.parametrize("name", [

@@ -25,7 +25,7 @@ def with_bodies(body: str, before: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def marker(tmp_path_factory):
-    return mark.Marker(["6"], 1, 60, False, tmp_path_factory.mktemp("programs"))
+    return mark.Marker(["6"], 1, 60, tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ subprocess.Popen(['sleep', '99'])
 def test_right_answers_in_unusual_files_get_all_points(marks, monkeypatch, name):
     for variable, value in (("PYTEST_ADDOPTS", "-q"), ("FORCE_COLOR", "1"), ("PY_COLORS", "1")):
         monkeypatch.setenv(variable, value)
-    assert marks(UNUSUAL[name]) == (10, "")
+    assert marks(UNUSUAL[name]) == (11, "")
 
 
 CHEATS = {
@@ -128,10 +128,7 @@ return 0.0""")
 
 def test_part_of_the_points(marks, marker, tmp_path):
     wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
-    assert marks(wrong)[0] in (8, 9) and "p_hit of 0" in marks(wrong)[1]
-    marker.all_or_nothing = True
-    assert marks(wrong)[0] == 0
-    marker.all_or_nothing = False
+    assert marks(wrong)[0] == 10 and "p_hit of 0" in marks(wrong)[1]
 
 
 def test_what_is_no_small_file_is_not_read(marker, tmp_path):
@@ -146,11 +143,11 @@ def test_what_is_no_small_file_is_not_read(marker, tmp_path):
 def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     inside = with_bodies("return 1.0", "import os\nassert 'HF_TOKEN' not in os.environ, 'seen'")
-    assert "of 12 tests" in marks(inside)[1]
+    assert "of 11 tests" in marks(inside)[1]
     assert "emory" in marks(with_bodies("return 1.0", f"x = bytearray({mark.MEMORY})"))[1]
     monkeypatch.setattr(marker, "timeout", 20)
     assert marks(with_bodies("while True: pass")) == (
-        0, "0 of 12 tests; not done after 20 seconds")
+        0, "0 of 11 tests; not done after 20 seconds")
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
@@ -169,13 +166,13 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     mark.main()
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "remarks"]
-    assert [row[1:3] for row in rows[1:]] == [["10", "10"]] + [["0", "0"]] * 5
+    assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 5
     assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "SyntaxError" in rows[3][3]
     assert "FileNotFoundError" in rows[6][3]
     assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
     shown = capsys.readouterr().out
-    assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n10\t10\t")
+    assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n11\t11\t")
     assert r"eve\n10\t10\tbob" in shown and "\x1b" not in shown
 
 
@@ -184,5 +181,5 @@ def test_a_colon_in_the_path_of_the_program(tmp_path, monkeypatch):
     (tmp_path / "13:45 x").mkdir()
     (tmp_path / "cache.py").write_text(RIGHT)
     (tmp_path / "13:45 x/programs").mkdir()
-    marker = mark.Marker(["6"], 1, 60, False, tmp_path / "13:45 x/programs")
-    assert marker.grade(tmp_path, "6") == (10, "")
+    marker = mark.Marker(["6"], 1, 60, tmp_path / "13:45 x/programs")
+    assert marker.grade(tmp_path, "6") == (11, "")
