@@ -74,7 +74,7 @@ def integral_arguments(exam, shape, V, **_):
     return exam.choice([1, 2]) * sum(shape), K, (x / z) ** 2, 1.0
 
 
-def number_arguments(exam, shape, V, **ends):
+def numbers_arguments(exam, shape, V, **ends):
     return [exam.randint(*pair) if isinstance(pair[0], int) else exam.uniform(*pair)
             for pair in ends.values()]
 
@@ -90,7 +90,7 @@ def fan_out_arguments(exam, shape, V, beyond=0):
 def ask_function(exam, name, draw="numbers", V=None, type="float64", near=1e-6, times=3, **ends):
     function = FUNCTIONS[name]
     for shape in SHAPES[3:4] if V else SHAPES * times:
-        arguments = ARGUMENTS[draw](exam, shape, V or exam.choice([3, 4, 7]), **ends)
+        arguments = globals()[f"{draw}_arguments"](exam, shape, V or exam.choice([3, 4, 7]), **ends)
         arguments = [part.to(getattr(torch, type)) if isinstance(part, torch.Tensor)
                      and is_real(part) else part for part in arguments]
         result = exam.call(function, *arguments)
@@ -454,17 +454,9 @@ FUNCTIONS = {function.__name__: function for function in (
     sampling.acceptance_probability, sampling.residual, sampling.saguaro_distribution,
     cache.acceptance_distribution, cache.best_fan_out, cache.geometric_fan_out,
     cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
-ARGUMENTS = {
-    "numbers": number_arguments, "acceptance": acceptance_arguments, "residual": residual_arguments,
-    "saguaro": saguaro_arguments, "tied": tied_arguments, "integral": integral_arguments,
-    "fan_out": fan_out_arguments}
-ASKS = {
-    "verify": ask_verify, "sample": ask_sample, "likely_outcomes": ask_likely_outcomes,
-    "matches": ask_matches, "look_up": ask_look_up, "tree": ask_tree, "speculate": ask_speculate,
-    "pre_speculate": ask_pre_speculate, "draws": ask_draws, "serve": ask_serve}
 TESTS = {}  # by name: exercise, points, hint, properties (none: all), and what asks an `Exam`
 for name, values in VALUES.items():
-    ask = ASKS.get(name) or functools.partial(ask_function, name=name)
+    ask = globals().get(f"ask_{name}") or functools.partial(ask_function, name=name)
     for situation, changes in values["tests"].items():
         keywords = {"hint": values["hint"], "only": ()} | values.get("all", {}) | changes
         points, hint, only = map(keywords.pop, ("points", "hint", "only"))

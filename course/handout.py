@@ -15,6 +15,9 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+if not __package__:  # a file finds no other folder
+    raise SystemExit("handout.py: start it as python -m course.handout")
+
 from cli import launch
 from cli.settings import ROOT, Parser
 from engine.errors import reported_as
@@ -28,17 +31,11 @@ def missing(number: str) -> str:
     return f'raise NotImplementedError("exercise {number}: {EXERCISES[number]["title"]}")'
 
 
-def definition(module: ast.Module, function: str) -> ast.FunctionDef:
-    """Where a module defines a function, or `Class.function`. Raises `StopIteration`."""
-    node = module
-    for name in function.split("."):
-        node = next(child for child in node.body if getattr(child, "name", None) == name)
-    return node
-
-
 def replaced(source: str, function: str, body: str) -> str:
     """The source of a module with another body for a function, or for `Class.function`."""
-    node = definition(ast.parse(source), function)
+    node = ast.parse(source)
+    for name in function.split("."):
+        node = next(child for child in node.body if getattr(child, "name", None) == name)
     docstring = node.body[0]
     lines = source.splitlines()
     body = textwrap.indent(body.strip("\n"), " " * docstring.col_offset)

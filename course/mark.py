@@ -25,6 +25,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+if not __package__:  # a file finds no other folder
+    raise SystemExit("mark.py: start it as python -m course.mark")
+
 from cli import launch
 from cli.settings import Parser, open_for_writing
 from cli.text import printable
@@ -113,12 +116,14 @@ def run(source: bytes, number: str, stage: Path, names: list[str], seed: int,
 class Marker:
     """Grades exercises, all submissions with the same arguments."""
 
-    def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path):
+    def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path,
+                 all_or_nothing: bool = False):
         """`folder` is for the programs that answers are tried in, one for each exercise."""
         from course import grading  # takes seconds
         from course.exam import failure
         self.seed = seed
         self.timeout = timeout
+        self.all_or_nothing = all_or_nothing
         self.folder = folder
         self.failure = failure
         self.said = {number: {} for number in numbers}
@@ -148,7 +153,8 @@ class Marker:
             return 0, "not attempted"
         if not any(faults):
             return exercise["points"], ""
-        points = sum(self.points[name] for name, fault in zip(tests, faults) if not fault)
+        parts = [self.points[name] for name, fault in zip(tests, faults) if not fault]
+        points = 0 if self.all_or_nothing else sum(parts)
         return points, f"{faults.count('')} of {len(tests)} tests; {max(faults, key=bool)}"
 
     def fault(self, said: list, mine: list) -> str:
@@ -197,6 +203,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
                         help="of the arguments; without it others each time")
+    parser.add_argument("--all-or-nothing", action="store_true",
+                        help="no points for a part of an exercise's tests")
     args = parser.parse_args()
     numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
@@ -205,7 +213,7 @@ def main() -> None:
         file.reconfigure(newline="", errors="backslashreplace")
         print(f"--seed {args.seed}")
         print(*numbers, "total", "submission", sep="\t", flush=True)
-        marker = Marker(numbers, args.seed, args.timeout, Path(programs))
+        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         table = csv.writer(file)
         table.writerow(["submission", *numbers, "total", "remarks"])
         for submission in args.folders:

@@ -30,7 +30,8 @@ class PageSettings(DecodingSettings):
     pace: tuple[float, float] = pace_option((75.5, 8.75))
     out: str = option("page", "page.html", "the page to write", metavar="FILE")
 
-    quick = color = False  # no options, but `Bench` and `Narrator` read them
+    quick = color = False  # no options, but `Bench` and `Narrator` read these three
+    rounds = 10**9  # all of the text
 
     def __post_init__(self):
         super().__post_init__()
@@ -38,7 +39,3 @@ class PageSettings(DecodingSettings):
             raise UserError("a page shows one text: give one TEXT, or --prompts")
         if Path(self.out).name == "race.svg":
             raise UserError(f"--out {self.out!r}: the race is written there; name another file")
-
-    @property
-    def rounds(self) -> int:
-        return self.max_new_tokens  # a round yields one at least

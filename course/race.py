@@ -11,6 +11,9 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
+if not __package__:  # a file finds no other folder
+    raise SystemExit("race.py: start it as python -m course.race")
+
 from cli import launch
 from cli.settings import ROOT, Parser, open_for_writing
 from cli.text import printable
@@ -92,8 +95,7 @@ def race(trace: dict) -> str:
                   f'{TITLES[name]}</text>\n<text x="{RIGHT}" y="{y}" class="end">'
                   f'{appearing("name", ends[name], ratio)}</text>\n')
         y += 11
-        devices = ("target", "draft") if run["launch"]["lookahead"] else ("target",)
-        for device in devices:
+        for device in ("target", "draft") if run["launch"]["lookahead"] else ("target",):
             drawn += lane(run, device, y, end) + "\n"
             y += 21
         for row in rows(run, trace["prompt"].split("\n")[-1]):

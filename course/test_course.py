@@ -1088,3 +1088,11 @@ def test_the_greedy_rows_of_the_lecturers_first_table(axis, values, changes):
         columns.append(", ".join(texts if len({*texts}) > 1 else texts[:1]).replace("1.00", "1"))
     row = f"| {' | '.join(columns)} |".replace("|  |", "| |").replace("|  |", "| |")
     assert row in (ROOT / "course/LECTURER.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ("explain", "handout", "mark", "page", "race"))
+def test_a_command_that_is_started_as_a_file_is_one_sentence(name):
+    started = subprocess.run([sys.executable, ROOT / f"course/{name}.py", "F"], capture_output=True,
+                             text=True)
+    assert started.returncode == 1
+    assert started.stderr == f"{name}.py: start it as python -m course.{name}\n"
