@@ -129,6 +129,9 @@ return 0.0""")
 def test_part_of_the_points(marks, marker, tmp_path):
     wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
     assert marks(wrong)[0] == 10 and "p_hit of 0" in marks(wrong)[1]
+    marker.all_or_nothing = True
+    assert marks(wrong)[0] == 0
+    marker.all_or_nothing = False
 
 
 def test_what_is_no_small_file_is_not_read(marker, tmp_path):
@@ -167,7 +170,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "remarks"]
     assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 5
-    assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "SyntaxError" in rows[3][3]
+    assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "(cache.py, line 1)" in rows[3][3]
     assert "FileNotFoundError" in rows[6][3]
     assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
