@@ -480,9 +480,9 @@ RIGHT = edits(r"""
 sampling.residual
   in float64 | (p - both) / left --> ((p - both) / left).double()
 sampling.verify
-  compares products | accepted = uniforms[:, :lookahead] < acceptance_probability(p[:, :lookahead],
-      q, tokens) --> s = tokens[..., None]\n    accepted = (uniforms[:, :lookahead] * q.gather(-1,
-      s)[..., 0]\n                < p[:, :lookahead].gather(-1, s)[..., 0])
+  compares products | accepted = uniforms[:, :lookahead] < acceptance --> s = tokens[...,
+      None]\n    accepted = (uniforms[:, :lookahead] * q.gather(-1, s)[..., 0]\n                <
+      p[:, :lookahead].gather(-1, s)[..., 0])
   draws in the order of probability | bonus.append(inverse_cdf(r, uniforms[b, K])) --> order =
       r.argsort(descending=True)\n    bonus.append(order[inverse_cdf(r[order], uniforms[b, K])])
 sampling.saguaro_distribution
