@@ -704,6 +704,7 @@ def test_an_empty_submission_gets_no_points(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("function, mistake", (
     ("sampling.verify", "u equal to the probability accepts"),
+    ("sampling.verify", "bonus token from p"),
     ("sampling.saguaro_distribution", "of equally likely tokens all"),
     ("cache.geometric_fan_out", "rounds and loses count"),
     ("draft_worker.tree_layout", "a token too many of the trunk"),

@@ -170,7 +170,8 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "remarks"]
     assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 5
-    assert rows[1][3] == "" and rows[2][3] == "6: not attempted" and "(cache.py, line 1)" in rows[3][3]
+    assert rows[1][3] == "" and rows[2][3] == "6: not attempted"
+    assert "SyntaxError" in rows[3][3] and "(cache.py, line 1)" in rows[3][3]
     assert "FileNotFoundError" in rows[6][3]
     assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
