@@ -51,7 +51,7 @@ def sheet(text: str, numbers: list[str]) -> str:
     return text.replace("100 points", f"{points} points")
 
 
-def write(folder: Path, numbers: list[str]) -> None:
+def write_program(folder: Path, numbers: list[str]) -> None:
     """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
     with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
     files = CONTENTS["files"] if numbers else CONTENTS["files"] + CONTENTS["afterwards"]
@@ -94,7 +94,7 @@ def main() -> None:
     with reported_as(f"FOLDER '{args.folder}'", OSError):
         if args.folder.exists() and any(args.folder.iterdir()):
             raise OSError("it is not empty; name a new or empty folder")
-        write(args.folder, numbers)
+        write_program(args.folder, numbers)
         if numbers:
             write_expected(args.folder)
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding

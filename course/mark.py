@@ -31,7 +31,7 @@ if not __package__:  # a file finds no other folder
 from cli import launch
 from cli.settings import Parser, open_for_writing
 from cli.text import printable
-from course.handout import CONTENTS, EXERCISES, ROOT, write
+from course.handout import CONTENTS, EXERCISES, ROOT, write_program
 
 MEGABYTE = 2**20
 NO_BUSINESS = set(CONTENTS["no_business"].split())  # what an answer hardly needs
@@ -84,8 +84,8 @@ def names_in(source: bytes) -> set[str]:
     return {name for field in fields if isinstance(field, str) for name in field.split(".")}
 
 
-def run(source: bytes, number: str, stage: Path, names: list[str], seed: int,
-        timeout: float) -> tuple[list, bool]:
+def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: int,
+               timeout: float) -> tuple[list, bool]:
     """Return what an answer says in each test, as far as it comes, and whether it was in time."""
     module = EXERCISES[number]["module"]
     put_back = [function for other in EXERCISES if other != number
@@ -132,7 +132,7 @@ class Marker:
             if number in numbers:
                 self.said[number][name] = grading.exam_of(name, seed)
         for number in numbers:
-            write(folder / number, [number])
+            write_program(folder / number, [number])
 
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
         """Return the points for one exercise, and a remark if these are not all."""
@@ -140,8 +140,8 @@ class Marker:
         tests = self.said[number]
         try:
             source = read(submission / f"{exercise['module']}.py")
-            said, in_time = run(source, number, self.folder / number, [*tests], self.seed,
-                                self.timeout)
+            said, in_time = run_answer(source, number, self.folder / number, [*tests],
+                                       self.seed, self.timeout)
         except (OSError, ValueError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
         if said and isinstance(said[0], str):

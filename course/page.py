@@ -88,10 +88,10 @@ def main(settings: PageSettings) -> None:
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
              "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
              "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}
-    write(trace, out)
+    write_page(trace, out)
 
 
-def write(trace: dict, out: Path) -> None:
+def write_page(trace: dict, out: Path) -> None:
     """Write the page, and beside it the race. Their templates are read before, because they may be
     these very files."""
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")

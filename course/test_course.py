@@ -24,7 +24,7 @@ from cli import launch
 from cli.settings import Settings, parse
 from course import grading, handout, mark, page, race
 from course.exam import failure
-from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write
+from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program
 from course.options import PageSettings
 from engine.errors import UserError
 from run.decoder import Decoder
@@ -584,7 +584,7 @@ def hand_out(tmp_path_factory):
     """All exercises but 4, a wrong answer in 6, and pytest at work: on the core that the other
     tests leave idle."""
     folder = tmp_path_factory.mktemp("hand-out")
-    write(folder, [number for number in EXERCISES if number != "4"])
+    write_program(folder, [number for number in EXERCISES if number != "4"])
     module = folder / "cache.py"
     module.write_text(replaced(module.read_text("utf-8"), "expected_tokens", "return 7"), "utf-8")
     handout.write_expected(folder)
@@ -845,7 +845,7 @@ def test_the_solution_raises_nothing_and_another_seed_asks_other_things(seed):
 # ---- the hand-out ----
 
 def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
-    write(tmp_path, list(EXERCISES))
+    write_program(tmp_path, list(EXERCISES))
     given = {file.relative_to(tmp_path).as_posix(): file.read_text("utf-8", "ignore")
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".toml", ".ini")}
     assert {"test_exercises.py", "SHEET.md", "LAB.md", "values.toml"} < set(given)
@@ -910,7 +910,7 @@ def names_in(code: str) -> set[str]:
 
 def test_what_the_hand_out_names_is_there(tmp_path):
     """Modules; and names between backquotes in docstrings, comments, hints and sheets."""
-    write(tmp_path, list(EXERCISES))
+    write_program(tmp_path, list(EXERCISES))
     given = {file.name: file.read_text("utf-8") for file in tmp_path.rglob("*")
              if file.suffix in (".py", ".md", ".toml") and file.parent.name != "tiny"}
     files = {Path(file).name for file in CONTENTS["afterwards"]} | set(given)
@@ -952,7 +952,7 @@ def test_the_first_hour_runs_and_any_q_is_exact():
 
 
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
-    write(tmp_path, ["4", "8b"])
+    write_program(tmp_path, ["4", "8b"])
     given = (tmp_path / "SHEET.md").read_text("utf-8")
     rows = [line.split(" | ")[0] for line in given.splitlines() if re.match(r"\| \d", line)]
     hints = [line.split(".")[0] for line in given.splitlines() if re.match(r"- \d", line)]
@@ -967,7 +967,7 @@ def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
 
 
 def test_afterwards_all_is_handed_out(tmp_path):
-    write(tmp_path, [])
+    write_program(tmp_path, [])
     for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "cli/test_cli.py",
                  "README.md", "figures/shape.svg"):
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes()

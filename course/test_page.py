@@ -508,7 +508,7 @@ def test_page_and_race_may_be_written_over_their_templates(tmp_path, monkeypatch
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     monkeypatch.setattr(page, "ROOT", tmp_path)
     monkeypatch.setattr(course.race, "ROOT", tmp_path)
-    page.write(TRACE, tmp_path / "docs/index.html")
+    page.write_page(TRACE, tmp_path / "docs/index.html")
     for name in ("index.html", "race.svg"):
         assert (tmp_path / "docs" / name).read_bytes() == (ROOT / "docs" / name).read_bytes()
 
