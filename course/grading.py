@@ -32,7 +32,6 @@ VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"
 EXPECTED = Path(__file__).with_name("expected.json")
 SEED = 0  # of the arguments here
 torch.set_num_threads(1)
-torch.set_printoptions(precision=6, threshold=20, edgeitems=2)
 
 
 # ---- 1 to 6: functions of numbers ----
@@ -254,7 +253,7 @@ def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None):
     draft.clock.read()  # the clock is the model's: forget what a failed answer left there
     model().forward_fn = mock.Mock(wraps=CausalLM.forward_eager)
     tokens = exam.integers(WORDS, rows, plan.lookahead if drafted is None else drafted)
-    source = torch.tensor(exam.sample([PRIMARY, BACKUP] * rows, rows))
+    source = torch.tensor((exam.sample([PRIMARY, BACKUP], 2) * rows)[:rows])
     return draft, texts, Speculation(tokens, torch.zeros(*tokens.shape, 0), source)
 
 
@@ -466,6 +465,7 @@ for name, values in VALUES.items():
 
 def exam_of(name: str, seed: int) -> list[Said]:
     """What the functions of this process say in a test."""
+    torch.set_printoptions(precision=6, threshold=20, edgeitems=2)
     _, _, hint, only, ask = TESTS[name]
     return answers(ask, Exam(name, hint, seed, only))
 

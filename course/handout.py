@@ -15,7 +15,7 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-if not __package__:  # a file finds no other folder
+if __name__ == "__main__" and not __package__:  # a file finds no other folder
     raise SystemExit("handout.py: start it as python -m course.handout")
 
 from cli import launch

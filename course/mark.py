@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # a file finds no other folder
+if __name__ == "__main__" and not __package__:  # a file finds no other folder
     raise SystemExit("mark.py: start it as python -m course.mark")
 
 from cli import launch

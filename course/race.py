@@ -11,7 +11,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-if not __package__:  # a file finds no other folder
+if __name__ == "__main__" and not __package__:  # a file finds no other folder
     raise SystemExit("race.py: start it as python -m course.race")
 
 from cli import launch
