@@ -272,7 +272,7 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     for row, branch in itertools.product(range(rows), range(n)):
         def sees(mine, right, name=f"branch {branch} of row {row}"):
             slot = min({*mine} ^ {*right}, default="?")
-            return f"{order}{name} {'sees' if slot in mine else 'lacks'} slot {slot}; all of "
+            return f"{order}{name} {'sees' if slot in [*mine] else 'lacks'} slot {slot}; all of "
         seen = tree.visible[row, branch].nonzero().flatten().tolist()
         seen = sorted(own.get(slot, slot) for slot in seen)
         exam.says(sees, [slot for slot in seen if slot < trunk], of="trunk")

@@ -694,11 +694,17 @@ def test_points_fit_the_fault(monkeypatch):
 
 @pytest.mark.slow
 def test_an_empty_submission_gets_no_points(monkeypatch):
+    """And `mark`, which has only its values, says that it is not attempted."""
     for number, functions in FUNCTIONS.items():
+        asked = {name: grading.exam_of(name, grading.SEED)
+                 for name, (exercise, *_) in grading.TESTS.items() if exercise == number}
         with monkeypatch.context() as patch:
             for function in functions:
                 install(patch, function, with_body(function, missing(number)))
             assert points(number) == 0
+            for name, said in asked.items():
+                mine = [each.value for each in grading.exam_of(name, grading.SEED)]
+                assert "NotImplementedError" in failure(said, mine, solution(name, grading.SEED))
 
 
 @pytest.mark.slow
