@@ -357,12 +357,12 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     found += bench.measure(to_measure, texts)
     if bench.leads:
         print_table(name, ("value", "counted", *COLUMNS), found)
-    for f in found if bench.leads else ():
-        tables = f.pop("guess_counts", None)
-        if name == "fan-out":
-            f["right_guesses"] = tables.sum(1).tolist()
-            a, r = fit_shape(tables[PRIMARY]).values()
-            print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
+        for f in found:
+            tables = f.pop("guess_counts", None)
+            if name == "fan-out":
+                f["right_guesses"] = tables.sum(1).tolist()
+                a, r = fit_shape(tables[PRIMARY]).values()
+                print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
     for f, stats in zip(found, bench.decode(to_measure, texts)) if name == "timeline" else ():
         f["spans"] = [span[1:4] for span in stats.spans]
     return found
@@ -420,10 +420,10 @@ def one_position(bench: Bench) -> list[Metrics]:
     place = (after - before).argmax()
     shown = likeliest[place]
     tokens = [repr(bench.job.tokenizer.decode([token])) for token in shown]
-    return [{"name": name, "guesses": guesses, "share": float(share[place]), "tokens": tokens,
+    return [{"name": name, "guesses": guesses, "tokens": tokens,
              "target's p": p[place, shown].tolist(), "draft's q": drafted[place, shown].tolist(),
              "residual": residual(p, drafted)[place, shown].tolist()}
-            for name, drafted, share in (("C = 1", q, before), (f"C = {C}", sigma, after))]
+            for name, drafted in (("C = 1", q), (f"C = {C}", sigma))]
 
 
 @torch.inference_mode()
@@ -480,9 +480,9 @@ def linear_layers(model: torch.nn.Module, tokens: torch.Tensor) -> Callable:
     def run(*_) -> list[torch.Tensor]:
         return [layer(inputs[layer.in_features]) for layer in layers][-1:]
 
-    outputs = run()
     if tokens.device.type != "cuda":
         return run
+    run()  # what libraries set up at their first use is not captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()

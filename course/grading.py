@@ -455,6 +455,7 @@ FUNCTIONS = {function.__name__: function for function in (
     cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
 TESTS = {}  # by name: exercise, points, hint, properties (none: all), and what asks an `Exam`
 for name, values in VALUES.items():
+    # the function above of that name; without one it is a function of numbers
     ask = globals().get(f"ask_{name}") or functools.partial(ask_function, name=name)
     for situation, changes in values["tests"].items():
         keywords = {"hint": values["hint"], "only": ()} | values.get("all", {}) | changes

@@ -141,7 +141,8 @@ def one_position(found: list[dict], axes) -> None:
             ax.bar([place + 0.27 * (i - 1) for place in range(len(heights))], heights, 0.27,
                    label=name, color=colour)
         ax.axvspan(-0.5, f["guesses"] - 0.5, color="0.93", zorder=0)
-        ax.set(title=f"{f['name']}: {f['share']:.0%} of the residual is on grey", ylim=(0, 1),
+        share = sum(f["residual"][:f["guesses"]])
+        ax.set(title=f"{f['name']}: {share:.0%} of the residual is on grey", ylim=(0, 1),
                ylabel="probability",
                xlabel=f"next token (grey: the {f['guesses']} likeliest of the draft)")
         ax.set_xticks(range(len(heights)), [*f["tokens"], "others"])
