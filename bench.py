@@ -13,7 +13,7 @@ nothing: it times passes of random weights.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
-    from cli.settings import BenchSettings
+    from figures.bench_options import BenchSettings
     launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
 import json
@@ -32,12 +32,13 @@ import transformers
 from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, theorem_7, throughput
-from cli.settings import ROOT, SWEEPS, BenchSettings, Settings, open_for_writing
+from cli.settings import ROOT, Settings, open_for_writing
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from figures import draw
+from figures.bench_options import SWEEPS, BenchSettings
 from figures.guesses import counted_hit_rate, fit_shape
-from run.decoder import Decoder, batches_of, make_plan, warm_up, workers
+from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import gather
 from run.stats import Stats
@@ -98,10 +99,10 @@ class Bench:
             self.sd_models = self.sd_models._replace(draft=self.job.load_draft())
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
-        target, draft = workers(largest, self.sd_models, make_plan(largest))
-        if target:  # buffers, with graphs, that serve all points
-            target.model.allocate(max(SLOWER), self.job.max_length, scratch=largest.lookahead)
-        draft.allocate(max(SLOWER), self.job.max_length)
+        decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
+        if self.leads:
+            decoder.target.model.allocate(max(SLOWER), self.job.max_length, largest.lookahead)
+        decoder.draft.start(max(SLOWER) * [[0]], self.job.max_length)  # no pass
         self.stats = {}  # of what was decoded, by settings, in turns or not, and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:

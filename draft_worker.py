@@ -26,8 +26,7 @@ import torch
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
 from engine.counts import GuessCounts
 from engine.model import CausalLM, to_device
-from engine.noise import BACKUP_STREAM, BRANCH_STREAM, UniformStream
-from sampling import Sampler, point_mass
+from sampling import BACKUP_STREAM, BRANCH_STREAM, Sampler, UniformStream, point_mass
 
 MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
 Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens and q, as in `Speculation`
@@ -72,16 +71,14 @@ class DraftWorker:
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
-        self.allocate(len(prompts), max_length)
+        # KV slots for the text, the K tokens under verification, and K of every branch
+        scratch = self.lookahead * (1 + self.plan.budget)
+        self.model.allocate(len(prompts), max_length, scratch)
         self.model.prefill(prompts)
         width = max_length + self.lookahead + 1  # `advance` writes K + 1 tokens, some past the end
         padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
         self.text = torch.tensor(padded)                                 # [B, width]
         self.length = torch.tensor([len(prompt) for prompt in prompts])  # [B] verified tokens
-
-    def allocate(self, rows: int, max_length: int) -> None:
-        """Make KV slots for the text, the K tokens under verification, and K of every branch."""
-        self.model.allocate(rows, max_length, scratch=self.lookahead * (1 + self.plan.budget))
 
     # ---- while the target verifies ----
 

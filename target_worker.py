@@ -8,8 +8,7 @@ import sampling
 from cache import Outcome, Speculation
 from engine.errors import not_finite
 from engine.model import CausalLM, to_device
-from engine.noise import VERIFIER_STREAM, UniformStream
-from sampling import Sampler
+from sampling import VERIFIER_STREAM, Sampler, UniformStream
 
 
 class TargetWorker:

@@ -68,7 +68,6 @@ from cli.settings import TINY, Settings
 from draft_worker import DraftWorker
 from engine.counts import GuessCounts
 from engine.model import CausalLM
-from engine.noise import UniformStream
 from figures.guesses import (
     counted_acceptance_rate,
     counted_hit_rate,
@@ -78,7 +77,7 @@ from figures.guesses import (
 from run.decoder import Decoder, make_plan
 from run.job import Job, Models
 from run.placement import Placement
-from sampling import Sampler
+from sampling import Sampler, UniformStream
 from target_worker import TargetWorker
 from testing.shared import (
     RAGGED,
@@ -626,7 +625,7 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
     placement.join({})
     torch.set_num_threads(1)
     vocab_size = target.config.vocab_size
-    held = Models(CausalLM(target) if placement.holds_target else None,
+    held = Models(CausalLM(target) if placement.rank < placement.tp_size else None,
                   CausalLM(draft, vocab_size) if placement.holds_draft else None,
                   target.config.max_position_embeddings, vocab_size, placement=placement)
     return [decode_batches(Decoder(job, held), batches) for job in jobs]

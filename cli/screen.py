@@ -45,7 +45,7 @@ class Display:
         self.colours = self.streams and can_show_colours()
         self.stream = TextStream(job.tokenizer, job.prompts[0])
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
-        self.num_texts = 0
+        self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
         self.output = open_for_writing("--output", job.settings.output, "w", job.settings)
         self.trace = open_for_writing("--trace", job.settings.trace, "w", job.settings)
         write_line(self.output, {"settings": asdict(job.settings)})
@@ -92,20 +92,17 @@ class Display:
     def end_batch(self, new_tokens: list[list[int]], finish_reasons: list[str]) -> None:
         """Write the texts to the file and, if they were not streamed, to the screen."""
         for row, (tokens, reason) in enumerate(zip(new_tokens, finish_reasons)):
-            fields = dict(self.job.rows[self.num_texts])
-            for name in ("settings", "statistics"):  # they have lines of their own
-                fields.pop(name, None)
-            prompt = self.job.texts[self.num_texts]
-            prompt_tokens = self.job.prompts[self.num_texts]
-            self.num_texts += 1
+            number, (given, prompt_tokens) = next(self.waiting)
+            fields = {name: value for name, value in given.items()
+                      if name not in ("settings", "statistics")}  # they have lines of their own
             text = "".join(text_pieces(self.job.tokenizer, prompt_tokens, tokens))
             write_line(self.output, fields | {
-                "prompt": prompt, "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
+                "prompt_tokens": prompt_tokens, "text": text, "tokens": tokens,
                 "finish_reason": reason, "group": self.groups.pop(row)})
             if self.streams:
                 self.write(text.removeprefix(self.stream.text), self.PLAIN)
             else:
-                tqdm.write(f"\n----- prompt {self.num_texts} -----\n{printable(prompt)}"
+                tqdm.write(f"\n----- prompt {number} -----\n{printable(given['prompt'])}"
                            f"\n----- continued -----\n{printable(text)}")
 
     def finish(self, stats) -> None:

@@ -44,13 +44,14 @@ import run
 from cache import PRIMARY, RowRound
 from cli import launch, screen
 from cli.screen import Display, print_summary
-from cli.settings import ROOT, TINY, BenchSettings, Settings, open_for_writing, parse
+from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
 from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
+from figures.bench_options import BenchSettings
 from run import placement
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model

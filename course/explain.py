@@ -26,11 +26,10 @@ from cli.screen import Display, can_show_colours
 from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
-from engine.noise import VERIFIER_STREAM, UniformStream
-from run.decoder import make_plan, workers
+from run.decoder import Decoder
 from run.job import Job, Models
 from saguaro import Sequences, TakingTurns, decode
-from sampling import Sampler, residual
+from sampling import VERIFIER_STREAM, Sampler, UniformStream, residual
 
 WIDTH = 100  # columns of a line, at most
 WORD = 12    # and of a token in it
@@ -79,9 +78,11 @@ class Narrator:
         settings = job.settings
         self.job = job
         ours = settings.to_settings(batch_size=len(job.prompts))
-        self.target, self.draft = workers(ours, models, make_plan(ours))
+        decoder = Decoder(ours, models)
+        self.target = decoder.target
+        self.draft = decoder.draft
         self.sequences = Sequences(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
-                                   models.context, models.target.eos_tokens)
+                                   models.context, decoder.eos)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP

@@ -109,7 +109,7 @@ PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
     ("*_worker.py", {"cli", "run", "saguaro", "audit"}),
     ("saguaro.py", {"run", "cli.screen", "cli.text", "audit", "bench", "course"}),
     ("run/*.py", {"audit", "bench", "course"}), ("cli/*.py", {"audit", "bench", "course"}),
-    ("audit/*.py", PAPER | {"cli", "run", "engine.model", "engine.noise", "course"})))
+    ("audit/*.py", PAPER | {"cli", "run", "engine.model", "course"})))
 def test_imports_run_one_way(files, forbidden):
     for file in Path(__file__).parents[1].glob(files):
         if not file.name.startswith("test"):

@@ -32,12 +32,20 @@ class Decoder:
         self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
-        self.target, self.draft = workers(settings, models, plan)
+        sampling = (settings.temperature, settings.top_k, settings.top_p)
+        self.target = None  # the worker of another rank, or of none
+        if models.target:
+            self.target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
+        self.draft = None
+        if models.draft and settings.mode != "ar":
+            sampler = Sampler(*sampling, settings.downweight)
+            self.draft = DraftWorker(models.draft, sampler, settings.seed, plan)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
             width = models.vocab_size if settings.temperature else 0
             dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            q_template = torch.empty(width, dtype=dtype, device=self.placement.channel_device)
+            device = self.placement.device if self.placement.world_group else "cpu"
+            q_template = torch.empty(width, dtype=dtype, device=device)
             self.channel = Channel(self.placement, self.lookahead, q_template)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
@@ -95,20 +103,6 @@ class Decoder:
         if self.settings.mode == "ssd" and self.channel:
             return self.channel
         return TakingTurns(self.draft, sequences.prompts, sequences.max_length, self.channel)
-
-
-def workers(settings: Settings, models: Models,
-            plan: Plan) -> tuple[TargetWorker | None, DraftWorker | None]:
-    """Make the verifier and the speculator, or None for what another rank runs, or nobody."""
-    sampling = (settings.temperature, settings.top_k, settings.top_p)
-    target = None
-    draft = None
-    if models.target:
-        target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
-    if models.draft and settings.mode != "ar":
-        sampler = Sampler(*sampling, settings.downweight)
-        draft = DraftWorker(models.draft, sampler, settings.seed, plan)
-    return target, draft
 
 
 def make_plan(settings: Settings) -> Plan:

@@ -20,11 +20,10 @@ class Placement:
     the target together."""
 
     def __init__(self, settings: DecodingSettings):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        alone = ("0", "1", "0", "1")
-        given = [os.environ.get(name, default) for name, default in zip(names, alone)]
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        given = [os.environ.get(name, default) for name, default in alone.items()]
         if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or given[3] == "0":
-            values = ", ".join(map("=".join, zip(names, given)))
+            values = ", ".join(map("=".join, zip(alone, given)))
             raise UserError(f"no rank has such an environment: {values}")
         self.rank, self.world_size, local_rank, local_world_size = map(int, given)
         if settings.device == "cuda":
@@ -33,7 +32,6 @@ class Placement:
         draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
         self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
         self.draft_rank = self.world_size - 1 if draft_ranks else 0
-        self.holds_target = self.rank < self.tp_size
         self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
         self.device = torch.device("cpu")
         # the driver may list GPUs that this PyTorch cannot use
@@ -41,7 +39,6 @@ class Placement:
         if may_use_gpus and local_rank < torch.cuda.device_count():
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
-        self.channel_device = torch.device("cpu")
         self.world_group = None  # gloo's, unless every rank has a GPU
         self.tp_group = None  # of the ranks that hold the target, if there are several
         cores = range(os.cpu_count() or 1)
@@ -85,7 +82,6 @@ class Placement:
             raise UserError(f"all ranks must be started with the same {names}")
         self.devices = [device for device, _ in ranks]
         if "cpu" not in self.devices:
-            self.channel_device = self.device
             self.world_group = self.new_group(self.world_size)
         if self.tp_size > 1:
             self.tp_group = self.new_group(self.tp_size)
@@ -110,7 +106,7 @@ class Placement:
     @property
     def on_gpus(self) -> bool:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
-        peers = self.devices[:self.tp_size] if self.holds_target else self.devices[-1:]
+        peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]
         return "cpu" not in peers
 
 

@@ -1,0 +1,39 @@
+"""The options of bench.py."""
+from dataclasses import dataclass
+
+from cli.settings import TINY, DecodingSettings, option, pace_option
+from engine.errors import UserError
+
+SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
+          "lookahead", "growth")
+
+
+@dataclass
+class BenchSettings(DecodingSettings):
+    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes 12
+    minutes, and --sweep all about 45."""
+
+    prompts: str = option("text", str(TINY / "prompts.jsonl"),
+                          "JSON Lines with a field prompt, question or text")
+    max_new_tokens: int = option("text", 40, "tokens to generate for each prompt, exactly", min=2)
+    pace: tuple[float, float] = pace_option(
+        None, "; none: 75.5 8.75, or off if every rank has a GPU")
+    quick: bool = option("bench", False, "3 prompts, 24 tokens, one seed, no choice of K")
+    sweep: tuple[str, ...] = option(
+        "bench", (), f"draw figures: all (with the comparison), {', '.join(SWEEPS)}", nargs="+",
+        choices=("all", *SWEEPS), metavar="NAME")
+    figures: str = option("bench", "figures", "folder for the figures")
+    out: str | None = option("bench", None, "write all results to this file (JSON)")
+    predict: bool = option("bench", False, "no measurement: Theorem 7 beside logs of GPUs")
+
+    def __post_init__(self):
+        self.pace_is_default = self.pace is None
+        if self.pace_is_default:
+            self.pace = (75.5, 8.75)
+        super().__post_init__()
+        if any(self.pace) and not all(self.pace):
+            raise UserError("--pace: Theorem 7 needs the times of both models; give both, or 0 0")
+        if self.quick:
+            self.max_new_tokens = 24
+        if self.predict:
+            self.mode = "ar"  # one process
