@@ -1428,8 +1428,8 @@ def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
     bench = importlib.import_module("bench")
-    rows = [[RowRound(0, PRIMARY, [], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
-    stats = Stats(1, log=[(number, 0, 1, row) for number, row in enumerate(rows)])
+    rows = [[RowRound(0, PRIMARY, [0], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
+    stats = Stats(log=[(number, 0, 1, row) for number, row in enumerate(rows)])
     stats.guesses = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]], []
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
@@ -1450,7 +1450,7 @@ def test_the_benchmark_counts_predicts_and_measures():
     bench.settings = BenchSettings(pace=(100, 10), lookahead=2, budget=24)
     decoded = []
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
-    stats = Stats(2, spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
+    stats = Stats(spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
         (0, 0.0, 1.0, 4 * [row]), (1, 1.0, 1.25, 4 * [row]), (2, 1.25, 1.5, [row])])
     stats.guesses = [[[8] + [0] * 64] * 3, [[0] * 65] * 3], []  # the first guess is right
 

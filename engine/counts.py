@@ -10,7 +10,6 @@ class GuessCounts:
     --fan-out confident."""
 
     def __init__(self, lookahead: int, num_guesses: int):
-        self.num_guesses = num_guesses
         self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)
         self.fan_outs = torch.zeros(2, lookahead + 1, dtype=torch.long)
         self.last = None  # the guesses of the round under way
@@ -28,7 +27,7 @@ class GuessCounts:
             k = length - last_length - 1
             active = k >= 0  # a finished row has not grown
             found = last_guesses[torch.arange(len(k)), k] == text.gather(1, length[:, None] - 1)
-            number = found.long().argmax(1).where(found.any(1), self.num_guesses)
+            number = found.long().argmax(1).where(found.any(1), -1)  # -1: the last column
             index = (last_source[active], k[active], number[active])
             self.table.index_put_(index, torch.tensor(1), accumulate=True)
 

@@ -52,8 +52,7 @@ class Decoder:
         stops_at_eos = models.target is not None and not settings.ignore_eos
         self.eos = models.target.eos_tokens if stops_at_eos else []
         chosen = choices_of(plan, settings.downweight) if self.lookahead else {}
-        self.stats = Stats(self.lookahead, chosen,
-                           in_turns=settings.mode == "ssd" and not self.channel)
+        self.stats = Stats(chosen, in_turns=settings.mode == "ssd" and not self.channel)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:

@@ -29,9 +29,8 @@ class Placement:
         if settings.device == "cuda":
             with reported_as("--device cuda", (AssertionError, RuntimeError)):
                 torch.cuda.init()
-        draft_ranks = 1 if settings.mode == "ssd" and self.world_size > 1 else 0
-        self.tp_size = self.world_size - draft_ranks  # ranks that hold the target
-        self.draft_rank = self.world_size - 1 if draft_ranks else 0
+        self.draft_rank = self.world_size - 1 if settings.mode == "ssd" else 0
+        self.tp_size = self.draft_rank or self.world_size  # ranks that hold the target
         self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
         self.device = torch.device("cpu")
         # the driver may list GPUs that this PyTorch cannot use

@@ -10,7 +10,6 @@ from draft_worker import Plan
 @dataclass
 class Stats:
     """Collects what was decoded, and its times in seconds."""
-    lookahead: int = 0
     choices: dict[str, Any] = field(default_factory=dict)  # see `choices_of`; none: no draft
     in_turns: bool = False    # one process does the work of two, so times mean nothing
     # (number, start, end, active rows) of every round; round 0 of a batch is its prefill
@@ -41,7 +40,6 @@ class Stats:
         """Return the statistics, with None for what was not measured.
         `acceptance_rate` is the a of the paper's geometric model, by maximum likelihood. T_p (trunk
         and tree) and T_b are in verifications."""
-        K = self.lookahead
         decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
         prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
         seconds = None if self.in_turns else sum(seconds for seconds, _ in decoding)
@@ -50,10 +48,9 @@ class Stats:
         after_miss = [len(row.new_tokens) for row in rows if row.source == BACKUP]
         tokens = sum(after_hit + after_miss)
         accepted = sum(row.num_accepted for row in rows)
-        rejected = sum(row.num_accepted < K for row in rows)  # at most one per row and round
+        rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # one at most
         verify = self.mean_seconds("verify")
-        trunk = self.mean_seconds("trunk")
-        tree = self.mean_seconds("tree")
+        ahead = [self.mean_seconds(work) for work in ("trunk", "tree")]
         paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
         budget = sum(self.choices.get("fan_out", []))
         means = {name: [round(budget * F / sum(total), 1) for F in total] for name, total in
@@ -65,11 +62,11 @@ class Stats:
             "rounds": len(decoding),
             "tokens_per_round": ratio(tokens, len(rows)),
             "acceptance_rate": ratio(accepted, accepted + rejected),
-            "hit_rate": ratio(len(after_hit), len(rows)) if K else None,
+            "hit_rate": ratio(len(after_hit), sum(row.drafted != [] for row in rows)),
             "E_hit": ratio(sum(after_hit), len(after_hit)),
             "E_miss": ratio(sum(after_miss), len(after_miss)),
             "verifier_utilisation": ratio(verify, ratio(seconds, len(decoding))),
-            "T_p": ratio(trunk + tree, verify) if trunk and tree else None,
+            "T_p": ratio(sum(ahead), verify) if all(ahead) else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
             "prefill_seconds": sum(seconds for seconds, _ in prefill),
             "pace_kept": ratio(sum(passes * in_time for passes, in_time in paced),
