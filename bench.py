@@ -93,9 +93,8 @@ class Bench:
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
-        self.sd_models = self.models._replace(placement=None)
-        if self.leads:
-            self.sd_models = self.sd_models._replace(draft=self.job.load_draft())
+        draft = self.job.load_draft() if self.leads else self.models.draft
+        self.sd_models = self.models._replace(placement=None, draft=draft)
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         target, draft = workers(largest, self.sd_models, make_plan(largest))
@@ -173,9 +172,8 @@ class Bench:
             size = decoder.settings.batch_size
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
-        turns = [*zip_longest(*batches)]
-        for turn in tqdm(turns, "decoding", leave=False, disable=not (self.leads and turns),
-                         mininterval=5):
+        for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
+                         disable=not (self.leads and new)):
             for decoder, batch in zip(new.values(), turn):
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)
@@ -326,11 +324,10 @@ def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]
 def bounds(f: Metrics, sd: Metrics) -> str:
     """Return Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and
     E_hit <= E_miss <= E_hit (1 + T_b)."""
-    if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
-        return ""
     E_hit = f["E_hit"]
     T_b = f["T_b"] or 0.0
-    if not E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b):
+    applies = f["hit_rate"] and f["backup"] == "neural" and f["T_p"] <= 1
+    if not (applies and E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b)):
         return ""
     parts = f["hit_rate"], E_hit, sd["tokens_per_round"], sd["T_b"], T_b
     return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(*parts))
@@ -401,12 +398,9 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 
 # ---- figures that decode nothing: one position; the passes of a round, as the work grows ----
 
-@torch.inference_mode()
 def one_position(bench: Bench) -> list[Metrics]:
     """Compute p, q and residual before and after C, at the position of the first prompt where C
     moves most of the residual to the draft's `guesses`."""
-    if not bench.leads:
-        return []
     guesses = 4
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
@@ -433,8 +427,6 @@ def growth(bench: Bench) -> list[Metrics]:
     budget, and a pass of the backup one. Beside each stands the time of its linear layers alone. If
     a miss yields as many tokens as a hit, then by Theorem 7, in a batch by Corollary 16, SSD is
     faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
-    if not bench.leads:
-        return []
     found = []
     K = bench.settings.lookahead
     budget = bench.settings.budget
@@ -546,8 +538,8 @@ def machine(bench: Bench) -> dict[str, Any]:
 def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
-    if settings.out is not None:  # refuse at once what could not be written at the end
-        open_for_writing("--out", settings.out, "a", settings).close()
+    # refuse at once what could not be written at the end
+    open_for_writing("--out", settings.out, "a", settings).close()
     if settings.sweep:
         with reported_as(f"--figures {settings.figures!r}", OSError):
             TemporaryFile(dir=settings.figures).close()
@@ -557,6 +549,8 @@ def main(settings: BenchSettings) -> None:
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
+    if not bench.leads:
+        names = [name for name in names if name not in UNDECODED]
     results = []
     for name in names:
         if name == "comparison":
@@ -569,12 +563,11 @@ def main(settings: BenchSettings) -> None:
                 draw.figure(settings.figures, name, found)
         results += [{"sweep": name} | f for f in found]
     if bench.leads:
-        print(f"\n{machine(bench)}")
+        whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
+        print(f"\n{whole['machine']}")
+        with open_for_writing("--out", settings.out) as file:
+            json.dump(whole, file, indent=1)
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
         if bench.leads:
             print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
-    if bench.leads and settings.out is not None:
-        with open_for_writing("--out", settings.out) as file:
-            whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
-            json.dump(whole, file, indent=1)
