@@ -78,6 +78,10 @@ class Point(NamedTuple):
     changes: dict[str, Any]  # of settings
     in_turns: bool = False   # SSD in one process, where nothing overlaps
 
+    def but(self, **changes) -> "Point":
+        """Return this point with other settings."""
+        return self._replace(changes=self.changes | changes)
+
 
 # ---- what is counted, what is predicted, what is measured ----
 
@@ -114,11 +118,11 @@ class Bench:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
         paced, and rows share passes."""
         settings = self.settings_of(point)
-        changes = point.changes | {"pace": (0.0, 0.0), "batch_size": 8}
+        point = point.but(pace=(0.0, 0.0), batch_size=8)
         if largest_tells(settings):
-            changes |= BASELINE | {"mode": "ssd", "budget": LARGEST, "acceptance_rate": 0.8,
-                                   "miss_exponent": 1.0}
-        [stats] = self.decode([point._replace(changes=changes)], texts)
+            point = point.but(**BASELINE).but(mode="ssd", budget=LARGEST, acceptance_rate=0.8,
+                                              miss_exponent=1.0)
+        [stats] = self.decode([point], texts)
         return counts_of(settings, stats)
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
@@ -256,8 +260,9 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
-    heat = {"temperature": temperature}
-    largest = largest_budget(bench, at_best_lookahead(bench, heat | {"budget": 24}, texts), texts)
+    start = Point("", temperature, {"lookahead": bench.settings.lookahead,
+                                    "temperature": temperature})
+    largest = largest_budget(bench, at_best_lookahead(bench, start.but(budget=24), texts), texts)
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
@@ -266,7 +271,7 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
     if temperature:
         lines[f"SSD, budget {largest}, C = 0.75"] = {"budget": largest, "downweight": 0.75}
-    points = [Point(name, temperature, at_best_lookahead(bench, heat | changes, texts))
+    points = [at_best_lookahead(bench, start.but(**changes)._replace(name=name), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
     ar, sd, *_ = found
@@ -297,27 +302,25 @@ def command_line(settings: Settings) -> str:
     return "python saguaro.py" + "".join(words)
 
 
-def at_best_lookahead(bench: Bench, changes: dict[str, Any],
-                      texts: list[list[int]]) -> dict[str, Any]:
-    """Return these changes with the K that is fastest by Theorem 7, or in a batch by Corollary 16.
-    At a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than
-    its passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and
-    a quick run takes --lookahead."""
-    if bench.settings.quick or changes.get("mode") == "ar":
-        return {"lookahead": bench.settings.lookahead} | changes
-    speeds = {}
-    for K in LOOKAHEADS:
-        f = bench.predict(Point("", K, changes | {"lookahead": K}), texts)
+def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Point:
+    """Return this point with the K that is fastest by Theorem 7, or in a batch by Corollary 16. At
+    a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than its
+    passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and a
+    quick run keeps the point's."""
+    def speed(K: int) -> float:
+        f = bench.predict(point.but(lookahead=K), texts)
         T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
-        speeds[K] = theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
-    return changes | {"lookahead": max(speeds, key=speeds.get)}
+        return theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
+
+    if bench.settings.quick or point.changes.get("mode") == "ar":
+        return point
+    return point.but(lookahead=max(LOOKAHEADS, key=speed))
 
 
-def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]) -> int:
+def largest_budget(bench: Bench, point: Point, texts: list[list[int]]) -> int:
     """Return the largest of `BUDGETS` with which a pre-speculation takes no longer than a
     verification, or the smallest if there is none."""
-    found = [bench.predict(Point("", budget, changes | {"budget": budget}), texts)
-             for budget in BUDGETS]
+    found = [bench.predict(point.but(budget=budget), texts) for budget in BUDGETS]
     return max([f["budget"] for f in found if f["T_p"] <= 1], default=BUDGETS[0])
 
 
@@ -344,12 +347,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         heats, _ = sweeps["fan-out"]
         fits = {point.value: fit_shape(bench.count(point, texts)["guess_counts"][PRIMARY])
                 for point in heats}
-        to_predict = [point._replace(changes=point.changes | fits[point.value])
-                      for point in to_predict]
+        to_predict = [point.but(**fits[point.value]) for point in to_predict]
     if name == "frontier":  # each point at its best K
-        to_predict = to_measure = [
-            point._replace(changes=at_best_lookahead(bench, point.changes, texts))
-            for point in to_predict]
+        to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
@@ -549,8 +549,8 @@ def main(settings: BenchSettings) -> None:
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
-    if not bench.leads:
-        names = [name for name in names if name not in UNDECODED]
+    # rank 1 has no part in figures that decode nothing
+    names = [name for name in names if bench.leads or name not in UNDECODED]
     results = []
     for name in names:
         if name == "comparison":
