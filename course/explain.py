@@ -86,30 +86,16 @@ class Narrator:
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
 
-    def tell_all(self, texts: list[str]) -> None:
-        """The prompts, `texts`; F_0..F_K and the P(k) behind them; round 0 and as many rounds as
-        were asked for; what was written."""
-        for text in texts:
-            print(f"prompt\n{printable(text)}\n")
-        self.tell_fan_out(self.settings)
-        for number, rounds in enumerate(islice(self.decode(), self.settings.rounds + 1)):
-            if self.settings.pause and number:
-                print("   Enter: the next round ", end="", flush=True)
-                sys.stdin.readline()
-            self.tell(number, rounds)
-        for text, prompt, tokens in zip(texts, self.sequences.prompts, self.sequences.new_tokens):
-            written = "".join(text_pieces(self.tokenizer, prompt, tokens))
-            print(f"\ntext\n{printable(text + written)}")
-
     def decode(self) -> Iterator[list[Round]]:
         """Every round, seen from inside, of every active row."""
         turns = TakingTurns(self.draft, self.sequences.prompts, self.sequences.max_length)
         for speculation, _ in decode(self.target, turns, self.sequences, self.settings.lookahead):
             yield [*self.look_inside(speculation, turns.cache)]
 
-    def tell_fan_out(self, settings: ExplainSettings) -> None:
+    def tell_fan_out(self) -> None:
+        """Print F_0..F_K, and the P(k) behind them."""
         plan = self.draft.plan
-        title = f"planned fan-out, {settings.fan_out}, r = {plan.miss_exponent:.2f}"
+        title = f"planned fan-out, {self.settings.fan_out}, r = {plan.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
         for source, a, fan_out in zip(self.sources, plan.acceptance_rates, plan.fan_out):
             title = f"  after {source}, a = {a:.2f}"
@@ -200,11 +186,23 @@ class Narrator:
 
 
 def slow_motion(job: Job, models: Models) -> None:
-    """Continue the prompts of a job for as many rounds as it asks for, and tell them."""
+    """Print the prompts of a job, F_0..F_K, round 0 and as many rounds as the settings say, and the
+    texts."""
     settings = job.settings
     most = (settings.rounds + 1) * (settings.lookahead + 1)
     sequences = Sequences(job.prompts, most, models.context, models.target.eos_tokens)
-    Narrator(settings, models, sequences, job.tokenizer).tell_all(job.texts)
+    narrator = Narrator(settings, models, sequences, job.tokenizer)
+    for text in job.texts:
+        print(f"prompt\n{printable(text)}\n")
+    narrator.tell_fan_out()
+    for number, rounds in enumerate(islice(narrator.decode(), settings.rounds + 1)):
+        if settings.pause and number:
+            print("   Enter: the next round ", end="", flush=True)
+            sys.stdin.readline()
+        narrator.tell(number, rounds)
+    for text, prompt, tokens in zip(job.texts, job.prompts, sequences.new_tokens):
+        written = "".join(text_pieces(job.tokenizer, prompt, tokens))
+        print(f"\ntext\n{printable(text + written)}")
 
 
 def main(settings: ExplainSettings) -> None:

@@ -37,7 +37,7 @@ MEGABYTE = 2**20
 NO_BUSINESS = set(CONTENTS["no_business"].split())  # what an answer hardly needs
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
-import functools, importlib.util, json, os, resource, sys
+import functools, importlib, json, os, resource, runpy, sys, types
 stage, module, put_back, names, seed, memory = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 out = os.fdopen(os.dup(1), "w")
@@ -45,9 +45,7 @@ os.dup2(2, 1)
 try:
     sys.path.insert(1, stage)  # behind the answer's folder
     answer = importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location("solved", f"{stage}/{module}.py")
-    solved = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(solved)
+    solved = types.SimpleNamespace(**runpy.run_path(f"{stage}/{module}.py"))
     for function in put_back:
         *owner, name = function.split(".")
         given, wanted = (functools.reduce(getattr, owner, part) for part in (solved, answer))
