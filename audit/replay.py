@@ -146,11 +146,10 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
 
 def members(texts: list[Text]) -> dict[str, torch.Tensor]:
     """Return the members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
-    groups = [name for text in texts for name in text.group]
-    chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
-    for name in sorted(set(groups) - {""}):
-        chosen[name] = torch.tensor([group == name for group in groups])
-    return chosen
+    groups = [name for text in texts for name in text.group]  # "": of no group
+    chosen = {name: torch.tensor([group == name for group in groups])
+              for name in sorted(set(groups) - {""})}
+    return {"all": torch.ones(len(groups), dtype=torch.bool)} | chosen
 
 
 def precision_of(model) -> float:
