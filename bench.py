@@ -260,9 +260,9 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
-    start = Point("", temperature, {"lookahead": bench.settings.lookahead,
-                                    "temperature": temperature})
-    largest = largest_budget(bench, at_best_lookahead(bench, start.but(budget=24), texts), texts)
+    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
+    usual = at_best_lookahead(bench, Point("SSD", temperature, common | {"budget": 24}), texts)
+    largest = largest_budget(bench, usual, texts)
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
@@ -271,7 +271,7 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
     if temperature:
         lines[f"SSD, budget {largest}, C = 0.75"] = {"budget": largest, "downweight": 0.75}
-    points = [at_best_lookahead(bench, start.but(**changes)._replace(name=name), texts)
+    points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
     ar, sd, *_ = found
