@@ -79,6 +79,10 @@ class Point(NamedTuple):
     changes: dict[str, Any]  # of settings
     in_turns: bool = False   # SSD in one process, where nothing overlaps
 
+    def but(self, **changes) -> "Point":
+        """Return this point with other settings."""
+        return self._replace(changes=self.changes | changes)
+
 
 # ---- what is counted, what is predicted, what is measured ----
 
@@ -94,9 +98,8 @@ class Bench:
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
         self.models = self.job.load()
-        self.sd_models = self.models._replace(placement=None)
-        if self.leads:
-            self.sd_models = self.sd_models._replace(draft=self.job.load_draft())
+        draft = self.job.load_draft() if self.leads else self.models.draft
+        self.sd_models = self.models._replace(placement=None, draft=draft)
         self.prompts = self.job.prompts[:3 if settings.quick else None]
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
@@ -116,11 +119,11 @@ class Bench:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
         paced, and rows share passes."""
         settings = self.settings_of(point)
-        changes = point.changes | {"pace": (0.0, 0.0), "batch_size": 8}
+        point = point.but(pace=(0.0, 0.0), batch_size=8)
         if largest_tells(settings):
-            changes |= BASELINE | {"mode": "ssd", "budget": LARGEST, "acceptance_rate": 0.8,
-                                   "miss_exponent": 1.0}
-        [stats] = self.decode([point._replace(changes=changes)], texts)
+            point = point.but(**BASELINE).but(mode="ssd", budget=LARGEST, acceptance_rate=0.8,
+                                              miss_exponent=1.0)
+        [stats] = self.decode([point], texts)
         return counts_of(settings, stats)
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
@@ -174,9 +177,8 @@ class Bench:
             size = decoder.settings.batch_size
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
-        turns = [*zip_longest(*batches)]
-        for turn in tqdm(turns, "decoding", leave=False, disable=not (self.leads and turns),
-                         mininterval=5):
+        for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
+                         disable=not (self.leads and new)):
             for decoder, batch in zip(new.values(), turn):
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)
@@ -259,8 +261,9 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
-    heat = {"temperature": temperature}
-    largest = largest_budget(bench, at_best_lookahead(bench, heat | {"budget": 24}, texts), texts)
+    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
+    usual = at_best_lookahead(bench, Point("SSD", temperature, common | {"budget": 24}), texts)
+    largest = largest_budget(bench, usual, texts)
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
@@ -269,7 +272,7 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
     if temperature:
         lines[f"SSD, budget {largest}, C = 0.75"] = {"budget": largest, "downweight": 0.75}
-    points = [Point(name, temperature, at_best_lookahead(bench, heat | changes, texts))
+    points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
     ar, sd, *_ = found
@@ -300,38 +303,35 @@ def command_line(settings: Settings) -> str:
     return "python saguaro.py" + "".join(words)
 
 
-def at_best_lookahead(bench: Bench, changes: dict[str, Any],
-                      texts: list[list[int]]) -> dict[str, Any]:
-    """Return these changes with the K that is fastest by Theorem 7, or in a batch by Corollary 16.
-    At a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than
-    its passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and
-    a quick run takes --lookahead."""
-    if bench.settings.quick or changes.get("mode") == "ar":
-        return {"lookahead": bench.settings.lookahead} | changes
-    speeds = {}
-    for K in LOOKAHEADS:
-        f = bench.predict(Point("", K, changes | {"lookahead": K}), texts)
+def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Point:
+    """Return this point with the K that is fastest by Theorem 7, or in a batch by Corollary 16. At
+    a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than its
+    passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and a
+    quick run keeps the point's."""
+    def speed(K: int) -> float:
+        f = bench.predict(point.but(lookahead=K), texts)
         T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
-        speeds[K] = theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
-    return changes | {"lookahead": max(speeds, key=speeds.get)}
+        return theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
+
+    if bench.settings.quick or point.changes.get("mode") == "ar":
+        return point
+    return point.but(lookahead=max(LOOKAHEADS, key=speed))
 
 
-def largest_budget(bench: Bench, changes: dict[str, Any], texts: list[list[int]]) -> int:
+def largest_budget(bench: Bench, point: Point, texts: list[list[int]]) -> int:
     """Return the largest of `BUDGETS` with which a pre-speculation takes no longer than a
     verification, or the smallest if there is none."""
-    found = [bench.predict(Point("", budget, changes | {"budget": budget}), texts)
-             for budget in BUDGETS]
+    found = [bench.predict(point.but(budget=budget), texts) for budget in BUDGETS]
     return max([f["budget"] for f in found if f["T_p"] <= 1], default=BUDGETS[0])
 
 
 def bounds(f: Metrics, sd: Metrics) -> str:
     """Return Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and
     E_hit <= E_miss <= E_hit (1 + T_b)."""
-    if not f["hit_rate"] or f["backup"] != "neural" or f["T_p"] > 1:
-        return ""
     E_hit = f["E_hit"]
     T_b = f["T_b"] or 0.0
-    if not E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b):
+    applies = f["hit_rate"] and f["backup"] == "neural" and f["T_p"] <= 1
+    if not (applies and E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b)):
         return ""
     parts = f["hit_rate"], E_hit, sd["tokens_per_round"], sd["T_b"], T_b
     return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(*parts))
@@ -348,12 +348,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         heats, _ = sweeps["fan-out"]
         fits = {point.value: fit_shape(bench.count(point, texts)["guess_counts"][PRIMARY])
                 for point in heats}
-        to_predict = [point._replace(changes=point.changes | fits[point.value])
-                      for point in to_predict]
+        to_predict = [point.but(**fits[point.value]) for point in to_predict]
     if name == "frontier":  # each point at its best K
-        to_predict = to_measure = [
-            point._replace(changes=at_best_lookahead(bench, point.changes, texts))
-            for point in to_predict]
+        to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
     if bench.leads:
@@ -402,12 +399,9 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
 
 # ---- figures that decode nothing: one position; the passes of a round, as the work grows ----
 
-@torch.inference_mode()
 def one_position(bench: Bench) -> list[Metrics]:
     """Compute p, q and residual before and after C, at the position of the first prompt where C
     moves most of the residual to the draft's `guesses`."""
-    if not bench.leads:
-        return []
     guesses = 4
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
@@ -434,8 +428,6 @@ def growth(bench: Bench) -> list[Metrics]:
     budget, and a pass of the backup one. Beside each stands the time of its linear layers alone. If
     a miss yields as many tokens as a hit, then by Theorem 7, in a batch by Corollary 16, SSD is
     faster than SD where T_p < 1 + T_b, whatever the hit rate is."""
-    if not bench.leads:
-        return []
     found = []
     K = bench.settings.lookahead
     budget = bench.settings.budget
@@ -547,8 +539,8 @@ def machine(bench: Bench) -> dict[str, Any]:
 def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
-    if settings.out is not None:  # refuse at once what could not be written at the end
-        open_for_writing("--out", settings.out, "a", settings).close()
+    # refuse at once what could not be written at the end
+    open_for_writing("--out", settings.out, "a", settings).close()
     if settings.sweep:
         with reported_as(f"--figures {settings.figures!r}", OSError):
             TemporaryFile(dir=settings.figures).close()
@@ -558,6 +550,8 @@ def main(settings: BenchSettings) -> None:
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
+    # rank 1 has no part in figures that decode nothing
+    names = [name for name in names if bench.leads or name not in UNDECODED]
     results = []
     for name in names:
         if name == "comparison":
@@ -570,12 +564,11 @@ def main(settings: BenchSettings) -> None:
                 draw.figure(settings.figures, name, found)
         results += [{"sweep": name} | f for f in found]
     if bench.leads:
-        print(f"\n{machine(bench)}")
+        whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
+        print(f"\n{whole['machine']}")
+        with open_for_writing("--out", settings.out) as file:
+            json.dump(whole, file, indent=1)
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
         if bench.leads:
             print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
-    if bench.leads and settings.out is not None:
-        with open_for_writing("--out", settings.out) as file:
-            whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
-            json.dump(whole, file, indent=1)

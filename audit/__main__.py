@@ -135,10 +135,9 @@ def load_target(path: str, dtype: str, device: str):
             path, dtype=getattr(torch, dtype), device_map=device, trust_remote_code=False)
         if model.device.type == "meta":
             raise ValueError("on the device meta there are no weights")
-    try:
+    tokenizer = None
+    with suppress(Exception):  # only prompts in letters need one
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception:  # only prompts in letters need one
-        tokenizer = None
     return model.eval(), tokenizer
 
 

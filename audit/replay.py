@@ -6,6 +6,7 @@ repository's decoding has a part in it (no import here leads to `saguaro`, `samp
 from typing import Iterator, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import (
     LogitsProcessorList,
@@ -128,15 +129,12 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
     bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", disable=None)
     for start in range(0, len(texts), batch_size):
         batch = texts[start:start + batch_size]
-        read = [(text.prompt + text.tokens)[:-1] for text in batch]
-        width = max(map(len, read))
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in read])
-        mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in read])
+        read = [torch.tensor((text.prompt + text.tokens)[:-1]) for text in batch]
+        padded = pad_sequence(read, batch_first=True, padding_value=-1).to(model.device)
         skipped = min(len(text.prompt) for text in batch) - 1  # no logits of these are needed
         with torch.inference_mode():
-            logits = model(input_ids=padded.to(model.device), use_cache=False,
-                           attention_mask=mask.to(model.device),
-                           logits_to_keep=width - skipped).logits
+            logits = model(input_ids=padded.clamp(min=0), attention_mask=(padded >= 0).long(),
+                           logits_to_keep=padded.shape[1] - skipped, use_cache=False).logits
         for row, text in enumerate(batch):
             first = len(text.prompt) - 1 - skipped
             yield logits[row, first:first + len(text.tokens)]
@@ -146,11 +144,10 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
 
 def members(texts: list[Text]) -> dict[str, torch.Tensor]:
     """Return the members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
-    groups = [name for text in texts for name in text.group]
-    chosen = {"all": torch.ones(sum(len(text.tokens) for text in texts), dtype=torch.bool)}
-    for name in sorted(set(groups) - {""}):
-        chosen[name] = torch.tensor([group == name for group in groups])
-    return chosen
+    groups = [name for text in texts for name in text.group]  # "": of no group
+    chosen = {name: torch.tensor([group == name for group in groups])
+              for name in sorted(set(groups) - {""})}
+    return {"all": torch.ones(len(groups), dtype=torch.bool)} | chosen
 
 
 def precision_of(model) -> float:

@@ -1497,7 +1497,8 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
         (24, 2, 4, 0.5, (0, 0)), (0, 2, 4, 0.5, (0, 0))]
     bench.count = lambda *_: {"tokens_per_round": 2, "hit_rate": 1.0, "E_hit": 2, "E_miss": 2}
     for lookahead, budget in ((4, 64), (5, 8)):  # T_p is 5 or 6 x 20 / 100
-        assert bench_py.largest_budget(bench, {"lookahead": lookahead}, []) == budget
+        point = bench_py.Point("", 0, {"lookahead": lookahead})
+        assert bench_py.largest_budget(bench, point, []) == budget
     bench.settings.pace = (100, 10)
     assert bench.times(settings) == (100, 10, 10)
 
@@ -1544,7 +1545,10 @@ def test_the_benchmark_chooses_k_for_each_batch_size():
         "E_hit": cache.expected_tokens(0.9, point.changes["lookahead"])}
 
     def chosen(**changes) -> int:
-        return bench_py.at_best_lookahead(bench, changes, [])["lookahead"]
+        point = bench_py.Point("SSD", 1, changes)
+        best = bench_py.at_best_lookahead(bench, point, [])
+        assert best == point.but(**best.changes)
+        return best.changes["lookahead"]
 
     def best(b: int, backup_pass: float) -> int:
         speeds = []
@@ -1556,10 +1560,10 @@ def test_the_benchmark_chooses_k_for_each_batch_size():
 
     assert chosen(batch_size=1) == best(1, 0.12) > chosen(batch_size=16) == best(16, 0.12)
     assert chosen(batch_size=16, backup="random") == best(16, 0) < 8
-    alone = {"mode": "ar", "lookahead": 7}
+    alone = bench_py.Point("AR", 4, {"mode": "ar", "lookahead": 7})
     assert bench_py.at_best_lookahead(bench, alone, []) == alone
     bench.count = lambda *_: {"hit_rate": None, "E_hit": None, "E_miss": 1.0}
-    row = bench.predict(bench_py.Point("AR", 4, alone | {"batch_size": 4}), [])
+    row = bench.predict(alone.but(batch_size=4), [])
     assert (row["T_p"], row["T_b"], row["tokens/s"]) == (None, 0, 40)
 
 

@@ -23,6 +23,7 @@ import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.screen import Display, can_show_colours
+from cli.settings import DecodingSettings
 from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
@@ -72,47 +73,30 @@ class Round(NamedTuple):
 
 
 class Narrator:
-    """Decodes the prompts of a job with loaded models, looks inside every round, and tells it."""
+    """Decodes sequences with loaded models, looks inside every round, and tells it."""
 
-    def __init__(self, job: Job, models: Models):
-        settings = job.settings
-        self.job = job
-        ours = settings.to_settings(batch_size=len(job.prompts))
+    def __init__(self, settings: DecodingSettings, models: Models, sequences: Sequences, tokenizer):
+        self.settings = settings
+        self.sequences = sequences
+        self.tokenizer = tokenizer
+        ours = settings.to_settings(batch_size=len(sequences.prompts))
         decoder = Decoder(ours, models)
         self.target = decoder.target
         self.draft = decoder.draft
-        self.sequences = Sequences(job.prompts, (settings.rounds + 1) * (settings.lookahead + 1),
-                                   models.context, decoder.eos)
         self.sampler = Sampler(settings.temperature or 1.0, settings.top_k, settings.top_p)
         self.uniforms = UniformStream(settings.seed, VERIFIER_STREAM)  # the target's, again
         self.sources = ["the cache", f"the {self.draft.plan.backup} backup"]  # PRIMARY, BACKUP
-        self.colors = settings.color or can_show_colours()
-
-    def tell_all(self) -> None:
-        """The prompts, F_0..F_K and the P(k) behind them, the rounds, the texts."""
-        for text in self.job.texts:
-            print(f"prompt\n{printable(text)}\n")
-        self.tell_fan_out(self.job.settings)
-        for number, rounds in enumerate(self.decode()):
-            if self.job.settings.pause and number:
-                print("   Enter: the next round ", end="", flush=True)
-                sys.stdin.readline()
-            self.tell(number, rounds)
-        texts = zip(self.job.texts, self.job.prompts, self.sequences.new_tokens)
-        for text, prompt, tokens in texts:
-            written = "".join(text_pieces(self.job.tokenizer, prompt, tokens))
-            print(f"\ntext\n{printable(text + written)}")
 
     def decode(self) -> Iterator[list[Round]]:
-        """Round 0 and as many rounds as were asked for, seen from inside, of every active row."""
+        """Every round, seen from inside, of every active row."""
         turns = TakingTurns(self.draft, self.sequences.prompts, self.sequences.max_length)
-        rounds = decode(self.target, turns, self.sequences, self.job.settings.lookahead)
-        for speculation, _ in islice(rounds, self.job.settings.rounds + 1):
-            yield self.look_inside(speculation, turns.cache)
+        for speculation, _ in decode(self.target, turns, self.sequences, self.settings.lookahead):
+            yield [*self.look_inside(speculation, turns.cache)]
 
-    def tell_fan_out(self, settings: ExplainSettings) -> None:
+    def tell_fan_out(self) -> None:
+        """Print F_0..F_K, and the P(k) behind them."""
         plan = self.draft.plan
-        title = f"planned fan-out, {settings.fan_out}, r = {plan.miss_exponent:.2f}"
+        title = f"planned fan-out, {self.settings.fan_out}, r = {plan.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
         for source, a, fan_out in zip(self.sources, plan.acceptance_rates, plan.fan_out):
             title = f"  after {source}, a = {a:.2f}"
@@ -120,19 +104,16 @@ class Narrator:
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))
             self.say(f"{'':42}F_k " + "".join(f"{F:6}" for F in fan_out))
 
-    def look_inside(self, speculation: Speculation, cache: SpeculationCache) -> list[Round]:
-        """A round as target and draft see it before they move on."""
+    def look_inside(self, speculation: Speculation, cache: SpeculationCache) -> Iterator[Round]:
+        """The rows of a round as target and draft see them before they move on."""
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
-        rounds = []
         for row, source, drafted, k, bonus, _ in self.sequences.last_round:
             guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
             prepared = {(k, token): branch for k, token, branch in guesses if k != NO_OUTCOME}
-            rounds.append(Round(
-                row, drafted, source, (k, bonus), prepared, p[row], q[row],
-                speculation.q[row].cpu(), uniforms[row]))
-        return rounds
+            yield Round(row, drafted, source, (k, bonus), prepared, p[row], q[row],
+                        speculation.q[row].cpu(), uniforms[row])
 
     def tell(self, number: int, rounds: list[Round]) -> None:
         """Print a round, row by row: the outcomes guessed and what was prepared, the outcome."""
@@ -146,7 +127,7 @@ class Narrator:
             of_row = f", row {told.row}" if len(self.sequences.prompts) > 1 else ""
             self.say(f"\nround {number}{of_row}   {title}", BOLD)
             self.tell_guesses(told, style)
-            if self.job.settings.temperature:
+            if self.settings.temperature:
                 self.tell_draws(told)
             answer = "HIT, what was prepared is sent at once"
             if not told.hit:
@@ -192,7 +173,7 @@ class Narrator:
 
     def words(self, tokens: list[int]) -> str:
         """Tokens as they are spelt, blanks as dots; eight blanks are a dot and x8."""
-        spelt = [repr(self.job.tokenizer.decode([token]))[1:-1] for token in tokens]
+        spelt = [repr(self.tokenizer.decode([token]))[1:-1] for token in tokens]
         spelt = [re.sub(" {3,}", lambda run: f" x{len(run[0])}", word) for word in spelt]
         short = [word if len(word) <= WORD else word[:WORD - 2] + ".." for word in spelt]
         return " ".join(word.replace(" ", "\u00b7") for word in short)
@@ -201,9 +182,30 @@ class Narrator:
         """A line of the screen's width at most."""
         if len(line) > WIDTH:
             line = line[:WIDTH - 3] + "..."
-        print(f"{style}{line}{Display.PLAIN}" if style and self.colors else line)
+        coloured = style and (self.settings.color or can_show_colours())
+        print(f"{style}{line}{Display.PLAIN}" if coloured else line)
+
+
+def slow_motion(job: Job, models: Models) -> None:
+    """Print the prompts of a job, F_0..F_K, round 0 and as many rounds as the settings say, and the
+    texts."""
+    settings = job.settings
+    most = (settings.rounds + 1) * (settings.lookahead + 1)
+    sequences = Sequences(job.prompts, most, models.context, models.target.eos_tokens)
+    narrator = Narrator(settings, models, sequences, job.tokenizer)
+    for text in job.texts:
+        print(f"prompt\n{printable(text)}\n")
+    narrator.tell_fan_out()
+    for number, rounds in enumerate(islice(narrator.decode(), settings.rounds + 1)):
+        if settings.pause and number:
+            print("   Enter: the next round ", end="", flush=True)
+            sys.stdin.readline()
+        narrator.tell(number, rounds)
+    for text, prompt, tokens in zip(job.texts, job.prompts, sequences.new_tokens):
+        written = "".join(text_pieces(job.tokenizer, prompt, tokens))
+        print(f"\ntext\n{printable(text + written)}")
 
 
 def main(settings: ExplainSettings) -> None:
     job = Job(settings)
-    Narrator(job, job.load()).tell_all()
+    slow_motion(job, job.load())

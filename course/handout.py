@@ -69,9 +69,8 @@ def write_program(folder: Path, numbers: list[str]) -> None:
         file = folder / f"{EXERCISES[number]['module']}.py"
         for function in EXERCISES[number]["functions"]:
             file.write_text(replaced(file.read_text("utf-8"), function, missing(number)), "utf-8")
-    if numbers:
-        file = folder / "SHEET.md"
-        file.write_text(sheet(file.read_text("utf-8"), numbers), "utf-8")
+    file = folder / "SHEET.md"
+    file.write_text(sheet(file.read_text("utf-8"), numbers or [*EXERCISES]), "utf-8")
 
 
 def write_expected(folder: Path) -> None:

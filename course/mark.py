@@ -37,7 +37,7 @@ MEGABYTE = 2**20
 NO_BUSINESS = set(CONTENTS["no_business"].split())  # what an answer hardly needs
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
-import functools, importlib.util, json, os, resource, sys
+import functools, importlib, json, os, resource, runpy, sys, types
 stage, module, put_back, names, seed, memory = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 out = os.fdopen(os.dup(1), "w")
@@ -45,9 +45,7 @@ os.dup2(2, 1)
 try:
     sys.path.insert(1, stage)  # behind the answer's folder
     answer = importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location("solved", f"{stage}/{module}.py")
-    solved = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(solved)
+    solved = types.SimpleNamespace(**runpy.run_path(f"{stage}/{module}.py"))
     for function in put_back:
         *owner, name = function.split(".")
         given, wanted = (functools.reduce(getattr, owner, part) for part in (solved, answer))
@@ -120,18 +118,15 @@ class Marker:
                  all_or_nothing: bool = False):
         """`folder` is for the programs that answers are tried in, one for each exercise."""
         from course import grading  # takes seconds
-        from course.exam import failure
         self.seed = seed
         self.timeout = timeout
         self.all_or_nothing = all_or_nothing
         self.folder = folder
-        self.failure = failure
-        self.said = {number: {} for number in numbers}
         self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
-        for name, (number, *_) in grading.TESTS.items():
-            if number in numbers:
-                self.said[number][name] = grading.exam_of(name, seed)
+        self.said = {}
         for number in numbers:
+            self.said[number] = {name: grading.exam_of(name, seed) for name, (exercise, *_)
+                                 in grading.TESTS.items() if exercise == number}
             write_program(folder / number, [number])
 
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
@@ -146,7 +141,7 @@ class Marker:
             return 0, f"{type(problem).__name__}: {problem}"
         if said and isinstance(said[0], str):
             return 0, said[0]
-        faults = [self.fault(tests[name], mine) for name, mine in zip(tests, said)]
+        faults = [fault_in(mine, tests[name]) for name, mine in zip(tests, said)]
         missing = "the process ended" if in_time else f"not done after {self.timeout:g} seconds"
         faults += [missing] * (len(tests) - len(faults))
         if all(f"NotImplementedError: exercise {number}: " in fault for fault in faults):
@@ -157,13 +152,15 @@ class Marker:
         points = 0 if self.all_or_nothing else sum(parts)
         return points, f"{faults.count('')} of {len(tests)} tests; {max(faults, key=bool)}"
 
-    def fault(self, said: list, mine: list) -> str:
-        """Return what is wrong, without the arguments, or ""."""
-        try:
-            lines = self.failure(said, mine, [each.value for each in said]).split("\n  ")
-            return "; ".join(" ".join(line.split())[:200] for line in lines[:3])
-        except Exception as problem:  # the answer's process may have written anything
-            return f"no values: {type(problem).__name__}"
+
+def fault_in(mine: list, said: list) -> str:
+    """Return what is wrong with an answer's values, without the arguments, or ""."""
+    from course.exam import failure  # takes seconds
+    try:
+        lines = failure(said, mine, [each.value for each in said]).split("\n  ")
+        return "; ".join(" ".join(line.split())[:200] for line in lines[:3])
+    except Exception as problem:  # the answer's process may have written anything
+        return f"no values: {type(problem).__name__}"
 
 
 def look_at(submission: Path) -> list[str]:

@@ -14,11 +14,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     from course.options import PageSettings
     launch(PageSettings, "course.page")  # parses, starts rank 1, and calls `main`
 
-import copy
 import json
 import re
 import time
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from course.options import PageSettings
 from course.race import TRACE, race
 from engine.errors import UserError
 from run.decoder import warm_up
+from saguaro import Sequences
 
 
 def timed(bench: Bench, line: dict) -> dict:
@@ -51,17 +50,14 @@ def timed(bench: Bench, line: dict) -> dict:
 
 def look_inside(bench: Bench, run: dict) -> None:
     """Decode again, and add to each round what was seen. Raises `UserError` for another text."""
-    line = run["launch"]
-    job = copy.copy(bench.job)
-    job.prompts = bench.prompts[:1]
-    job.settings = replace(bench.settings, temperature=line["temperature"],
-                           lookahead=line["lookahead"], budget=line["with"].get("budget", 0))
+    settings = bench.settings_of(Point("", 0, run["launch"]["with"]))
+    context = bench.sd_models.context
+    # the text ends where `Bench` ends it; beyond that there is room for what the last round drafts
+    sequences = Sequences(bench.prompts[:1], settings.max_new_tokens, context, [], context)
     bench.sd_models.set_pace((0.0, 0.0))
-    narrator = Narrator(job, bench.sd_models)
-    narrator.sequences.eos = []  # the text ends where `Bench` ends it
-    narrator.sequences.max_new = [bench.settings.max_new_tokens]
+    narrator = Narrator(settings, bench.sd_models, sequences, bench.job.tokenizer)
     seen = [rows[0].brief() for rows in narrator.decode()]
-    if narrator.sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
+    if sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
         raise UserError("the same settings gave two texts, so no page is written")
     for told, inside in zip(run["rounds"], seen):
         told |= inside

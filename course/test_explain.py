@@ -36,7 +36,7 @@ TWO = ("def f(x):", "import os\nimport sys\n\n\ndef main(")
 def test_slow_motion_shows_a_hit_or_a_miss_of_every_row_in_every_round(
         capsys, one_thread, models, flags):
     settings = ExplainSettings(**dict(prompt=("def f(x):",)) | flags)
-    explain.Narrator(Job(settings), models).tell_all()
+    explain.slow_motion(Job(settings), models)
     shown = capsys.readouterr().out
     rows = len(settings.prompt) * (settings.rounds + 1)
     assert shown.count("HIT") + shown.count("MISS") == rows == shown.count("-->")
@@ -49,7 +49,7 @@ def test_slow_motion_shows_a_hit_or_a_miss_of_every_row_in_every_round(
 def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     def slow_motion(*flags: str) -> str:
         settings = parse(ExplainSettings, ["--prompt", "def f(x):", "--rounds", "1", *flags])
-        explain.Narrator(Job(settings), models).tell_all()
+        explain.slow_motion(Job(settings), models)
         return capsys.readouterr().out
 
     plain = slow_motion()
@@ -74,7 +74,7 @@ def test_the_sheet_shows_what_slow_motion_prints(capsys, one_thread, models):
     sheet = (ROOT / "course/SHEET.md").read_text("utf-8")
     example = re.search(r"```\n(round 0.*?)```", sheet, re.DOTALL)[1]
     command = re.search(r"    python -m course.explain (.*)", sheet)[1]
-    explain.Narrator(Job(parse(ExplainSettings, shlex.split(command))), models).tell_all()
+    explain.slow_motion(Job(parse(ExplainSettings, shlex.split(command))), models)
     shown, example = [re.sub(r"0\.\d{3}", "q", text)
                       for text in (capsys.readouterr().out, example)]
     assert f"\n\n{example}\ntext\n" in shown

@@ -20,6 +20,7 @@ import pytest
 
 import cache
 import course.race
+from bench import Bench
 from cli import launch
 from cli.settings import ROOT
 from course import page
@@ -457,7 +458,9 @@ def bench():
     settings = PageSettings(device="cpu", prompt=(TRACE["prompt"],))
     settings.mode = "sd"  # one process
     job = Job(settings)
-    return SimpleNamespace(settings=settings, job=job, prompts=job.prompts, sd_models=job.load())
+    bench = object.__new__(Bench)
+    vars(bench).update(settings=settings, job=job, prompts=job.prompts, sd_models=job.load())
+    return bench
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("AR")])

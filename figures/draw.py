@@ -69,14 +69,13 @@ def figure(folder: str, name: str, found: list[dict]) -> None:
 
 
 def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
-    """A line for each name, and the points that were measured."""
+    """A line for each name, of what was counted, and the points that were measured."""
     found = [f for f in found if f.get(y) is not None]
     for name in dict.fromkeys(f["name"] for f in found):
         counted, measured = [[f for f in found if f["name"] == name and f["counted"] == is_counted]
                              for is_counted in (True, False)]
         colour = COLOURS.get(name, SSD)
-        line = counted or measured
-        ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, label=name)
+        ax.plot([f[x] for f in counted], [f[y] for f in counted], color=colour, label=name)
         ax.plot([f[x] for f in measured], [f[y] for f in measured], "o", color=colour)
     ax.margins(y=0.12)
     ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
@@ -119,9 +118,8 @@ def fan_out(found: list[dict], axes) -> None:
             table = torch.tensor(f["right_guesses"][source])[None]  # [1, n+1]
             if table[:, 1:].sum() < 100:  # missed first guesses: too few for a line
                 continue
-            miss = torch.tensor(counted_miss_rates(table))
-            F = torch.arange(1, len(miss) + 1)[miss > 0]
-            miss = miss[miss > 0]
+            miss = torch.tensor([rate for rate in counted_miss_rates(table) if rate > 0])
+            F = torch.arange(1, len(miss) + 1)  # more guesses miss less: only the last rates are 0
             r = fit_power_law(miss.tolist())
             factor = (miss.log() + r * F.log()).mean().exp()
             ax.plot(F, factor * F ** -r, color=colour, linewidth=0.8)
@@ -249,10 +247,8 @@ def main() -> None:
     for path in args.files:
         with reported_as(f"{path} cannot be drawn", (OSError, LookupError, ValueError)):
             rows = json.loads(Path(path).read_text("utf-8"))["results"]
-            for name in TITLES:
-                found = [f for f in rows if f["sweep"] == name]
-                if found:
-                    figure(args.figures, name, found)
+            for name in TITLES.keys() & {f["sweep"] for f in rows}:
+                figure(args.figures, name, [f for f in rows if f["sweep"] == name])
 
 
 if __name__ == "__main__":
