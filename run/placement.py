@@ -1,4 +1,5 @@
 """Placement of ranks: devices, cores, process groups."""
+import atexit
 import json
 import os
 import secrets
@@ -68,6 +69,7 @@ class Placement:
                 store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
                 given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
                 dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
+            atexit.register(leave_groups)
             if store:  # gloo takes whoever connects first, from any account, for the other rank
                 store.set(str(self.rank), secrets.token_hex())
                 words = [store.get(str(rank)).decode() for rank in range(2)]
@@ -91,6 +93,7 @@ class Placement:
         timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
         group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
         if backend == "nccl" and self.rank < size:  # connects at the first message: now
+            atexit.unregister(leave_groups)  # where graphs live, or a rank is gone, NCCL would wait
             with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: try "
                        "NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO tells more", 20, 300):
                 dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -107,6 +110,12 @@ class Placement:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]
         return "cpu" not in peers
+
+
+def leave_groups() -> None:
+    """Leave all groups. Gloo's threads need Python to drop what they sent: they end before it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def gather(value: Any) -> list:
