@@ -512,7 +512,7 @@ def compare_with_logs() -> None:
     """Print how long the rounds of published logs take by Corollary 16, and as measured."""
     columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", "verification", "round",
                "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
-    for log in json.loads((ROOT / "figures/logs.json").read_text()).values():
+    for log in json.loads((ROOT / "figures/logs.json").read_text("utf-8")).values():
         for f in log["rounds"]:
             T_v = f["verification"]
             T_p = f["pre-speculation"] / T_v

@@ -132,7 +132,7 @@ def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
 
 
 FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out,  # --fan-out
-                    "confident": geometric_fan_out}  # section 4.2's F; see FAN_OUTS_BY_ROUND
+                    "confident": geometric_fan_out}  # its F of section 4.2; see FAN_OUTS_BY_ROUND
 
 
 def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,

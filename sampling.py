@@ -1,4 +1,4 @@
-"""Distributions: lossless verification, and what the draft samples from (section 4.2).
+"""Distributions and random numbers: lossless verification, Saguaro sampling (section 4.2).
 
 Speculative decoding is lossless because of two formulas (Leviathan et al. 2023; Chen et al. 2023).
 A token s drawn from q is

@@ -16,7 +16,7 @@ import torch
 
 class Said(NamedTuple):
     """A value that an answer gave."""
-    hint: str | Callable    # what was asked; or a function of your value and the expected one
+    hint: Callable          # what was asked, by your value and the expected one
     arguments: str
     value: object           # numbers, text, or lists of them
     near: float             # how near it must be

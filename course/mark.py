@@ -12,6 +12,7 @@ import ast
 import codecs
 import csv
 import json
+import math
 import os
 import random
 import signal
@@ -37,15 +38,18 @@ MEGABYTE = 2**20
 NO_BUSINESS = set(CONTENTS["no_business"].split())  # what an answer hardly needs
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
-import functools, importlib, json, os, resource, runpy, sys, types
-stage, module, put_back, names, seed, memory = json.loads(sys.argv[1])
+import functools, importlib.util, json, os, resource, sys
+stage, module, put_back, names, seed, memory, seconds = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # where nobody waits any longer
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 try:
     sys.path.insert(1, stage)  # behind the answer's folder
     answer = importlib.import_module(module)
-    solved = types.SimpleNamespace(**runpy.run_path(f"{stage}/{module}.py"))
+    spec = importlib.util.spec_from_file_location("solved", f"{stage}/{module}.py")
+    solved = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(solved)
     for function in put_back:
         *owner, name = function.split(".")
         given, wanted = (functools.reduce(getattr, owner, part) for part in (solved, answer))
@@ -89,7 +93,8 @@ def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: 
     put_back = [function for other in EXERCISES if other != number
                 for function in EXERCISES[other]["functions"]
                 if EXERCISES[other]["module"] == module]
-    argument = json.dumps([str(stage), module, put_back, names, seed, MEMORY])
+    argument = json.dumps([str(stage), module, put_back, names, seed, MEMORY,
+                           math.ceil(2 * timeout)])
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+b") as out:
         Path(folder, f"{module}.py").write_bytes(source)
         environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}

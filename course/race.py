@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("page", type=Path, metavar="PAGE", help="written by course.page")
     parser.add_argument("svg", metavar="SVG", help="the file to write")
     args = parser.parse_args()
-    with reported_as(f"PAGE '{args.page}'", OSError):
+    with reported_as(f"PAGE '{args.page}'", (OSError, ValueError)):
         if args.page.resolve() == Path(args.svg).resolve():
             raise OSError("it would be overwritten; name another file as SVG")
         page = args.page.read_text("utf-8")

@@ -2,8 +2,11 @@
 import csv
 import os
 import re
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from course import grading, mark
@@ -151,6 +154,20 @@ def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
     monkeypatch.setattr(marker, "timeout", 20)
     assert marks(with_bodies("while True: pass")) == (
         0, "0 of 11 tests; not done after 20 seconds")
+
+
+def test_an_endless_answer_ends_soon_if_marking_was_killed(tmp_path):
+    """It may use as many seconds of a processor as twice the limit of time."""
+    (tmp_path / "cache.py").write_text(with_bodies("while True: pass"), "utf-8")
+    words = ["-m", "course.mark", tmp_path, "--only", "6", "--timeout", "4"]
+    marking = psutil.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not marking.children():
+        time.sleep(0.1)
+    [answer] = marking.children()
+    marking.kill()
+    marking.wait()
+    assert answer.is_running()
+    answer.wait(40)
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):

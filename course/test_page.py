@@ -444,6 +444,14 @@ def test_a_page_with_impossible_times_gets_one_sentence(time, tmp_path, monkeypa
     assert "holds no trace: name a page" in error and error.count("\n") == 1
 
 
+def test_a_page_that_is_no_text_gets_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "page").write_bytes(b"\xff")
+    monkeypatch.setattr(sys, "argv", ["race", str(tmp_path / "page"), str(tmp_path / "svg")])
+    assert launch.exit_status(course.race.main) == 2
+    error = capsys.readouterr().err
+    assert "it is no text in UTF-8" in error and error.count("\n") == 1
+
+
 # ---- the page ----
 
 def test_it_is_one_file_of_short_lines():

@@ -1,4 +1,4 @@
-"""Counts which of the draft's guesses were right, for bench.py and its figures."""
+"""Counts which of the draft's guesses were right, for the statistics and the figures."""
 import torch
 
 
