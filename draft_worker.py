@@ -266,13 +266,11 @@ def prompt_lookup(text: list[int], count: int) -> list[int]:
     >>> prompt_lookup([1, 2, 3, 4, 1, 2], 5)
     [3, 4, 1, 2, 3]
     """
-    longest = 0
-    start = 0  # of what followed the longest match
-    for end in range(len(text) - 1, 0, -1):
-        matched = 0
-        while matched < min(end, MAX_MATCH) and text[end - 1 - matched] == text[-1 - matched]:
-            matched += 1
-        if matched > longest:
-            longest = matched
-            start = end
+    def matched(end: int) -> int:
+        length = 0
+        while length < min(end, MAX_MATCH) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        return length
+
+    start = max([0, *range(len(text) - 1, 0, -1)], key=matched)  # of equals `max` takes the first
     return (text[start:] * count)[:count]
