@@ -32,13 +32,12 @@ class Decoder:
         self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
-        sampling = (settings.temperature, settings.top_k, settings.top_p)
+        sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
         self.target = None  # the worker of another rank, or of none
         if models.target:
-            self.target = TargetWorker(models.target, Sampler(*sampling), settings.seed)
+            self.target = TargetWorker(models.target, sampler, settings.seed)
         self.draft = None
         if models.draft and settings.mode != "ar":
-            sampler = Sampler(*sampling, settings.downweight)
             self.draft = DraftWorker(models.draft, sampler, settings.seed, plan)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
