@@ -6,6 +6,7 @@ LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
 NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "
               "bytes, for which `git lfs pull` fetches the file")
 MEANINGS = {  # of what libraries say
+    "codec can't decode": "it is no text in UTF-8; save it as UTF-8",
     "trust_remote_code": "it needs code of its own, which is not run here",
     "deserializing header": NO_WEIGHTS, "Unsupported operand 118": NO_WEIGHTS}  # v of version
 
@@ -17,8 +18,6 @@ class UserError(Exception):
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, and the second if the first ends in a
     colon. Where the message would not help here, return what it means."""
-    if isinstance(problem, UnicodeDecodeError):
-        return "it is no text in UTF-8; save it as UTF-8"
     if isinstance(problem, UnicodeEncodeError) and problem.encoding == "utf-8":
         return f"half a character at place {problem.start + 1}"
     for sign, meaning in MEANINGS.items():
