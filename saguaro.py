@@ -193,12 +193,10 @@ class Sequences:
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
         """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
         text = self.new_tokens[row]
-        kept = new_tokens[:self.max_new[row] - len(text)]
-        ends = [place for place, token in enumerate(kept, start=1) if token in self.eos]
-        if ends:
-            kept = kept[:ends[0]]
+        ends = [place for place, token in enumerate(new_tokens, start=1) if token in self.eos]
+        kept = new_tokens[:min([self.max_new[row] - len(text), *ends])]
         text += kept
-        if ends:
+        if kept[-1] in self.eos:
             self.finish_reasons[row] = "eos"
         elif len(text) == self.max_new[row]:
             self.finish_reasons[row] = "length" if len(text) == self.max_new_tokens else "context"
