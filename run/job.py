@@ -100,8 +100,7 @@ class Job:
 
     def ready(self, model: CausalLM) -> CausalLM:
         """Check the model as it will run."""
-        on_gpus = self.placement.on_gpus
-        if on_gpus and self.settings.passes == "compiled" and sys.stderr.isatty():
+        if self.placement.on_gpus and self.settings.passes == "compiled" and sys.stderr.isatty():
             print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
         check_model(self.with_graphs(model))
         return model
