@@ -72,8 +72,7 @@ class DraftWorker:
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""
         # KV slots for the text, the K tokens under verification, and K of every branch
-        scratch = self.lookahead * (1 + self.plan.budget)
-        self.model.allocate(len(prompts), max_length, scratch)
+        self.model.allocate(len(prompts), max_length, self.lookahead * (1 + self.plan.budget))
         self.model.prefill(prompts)
         width = max_length + self.lookahead + 1  # `advance` writes K + 1 tokens, some past the end
         padded = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
