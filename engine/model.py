@@ -119,8 +119,9 @@ class CausalLM:
                 visible: torch.Tensor, logits: bool = True) -> torch.Tensor:
         """Return logits `[B, n, V]` for tokens, positions and slots `[B, n]`. A token sees the
         slots where `visible` `[B, n, slots in use]` is True, and in their order these hold its
-        text. Positions beyond the longest text are clamped: nothing reads the logits of such
-        tokens, which only keep shapes static. `logits=False` only fills the KV, unpaced."""
+        text. Logits of ids that the model lacks are -inf. Positions beyond the longest text are
+        clamped: nothing reads the logits of such tokens, which only keep shapes static.
+        `logits=False` only fills the KV, unpaced."""
         if self.last_token < self.vocab_size - 1:  # a draft that lacks the target's last ids
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
@@ -128,8 +129,9 @@ class CausalLM:
             with torch.compiler.set_stance("force_eager"):
                 return self.forward_eager(tokens, positions, slots, visible, keep=1)
         self.clock.passes += 1  # of the work at hand, for the pace
-        return fit_vocabulary(self.forward_fn(self, tokens, positions, slots, visible),
-                              self.vocab_size)
+        given = self.forward_fn(self, tokens, positions, slots, visible)[..., :self.vocab_size]
+        missing = self.vocab_size - given.shape[-1]
+        return torch.nn.functional.pad(given, (0, missing), value=-torch.inf) if missing else given
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
@@ -270,14 +272,6 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on the device, from host memory or from there. The host does not wait for
     what the GPU is doing."""
     return tensor.to(device, non_blocking=True)
-
-
-def fit_vocabulary(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return logits `[..., V']` as `[..., vocab_size]`: cut, or filled up with -inf."""
-    missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
-        return logits[..., :vocab_size]
-    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
 
 
 def context_length(config: PretrainedConfig) -> int:
