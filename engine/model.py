@@ -160,10 +160,9 @@ class CausalLM:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Fill the KV with all but the last token of every prompt. That one is read in round 0."""
-        width = max(map(len, prompts)) - 1
-        padded = [prompt[:-1] + [0] * (width - len(prompt) + 1) for prompt in prompts]
-        tokens = torch.tensor(padded, device=self.device)
-        for start in range(0, width, PREFILL_CHUNK):
+        rows = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
+        tokens = to_device(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), self.device)
+        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
