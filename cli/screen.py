@@ -152,9 +152,8 @@ def print_summary(job, summary: dict[str, Any]) -> None:
         print(f"  {placement.tp_size} ranks share the target")
     kept = summary["pace_kept"]
     if kept is not None:
-        target, draft = settings.pace
         print_line("pace kept", f"{kept:.0%}",
-                   f"of passes: target {target:g} ms, draft {draft:g} ms")
+                   "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
     if kept is not None and kept < 0.95:
         print("  This machine was too slow for the pace: compare nothing with these times.")
 
