@@ -48,8 +48,7 @@ class Decoder:
             self.channel = Channel(self.placement, self.lookahead, q_template)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
-        stops_at_eos = models.target is not None and not settings.ignore_eos
-        self.eos = models.target.eos_tokens if stops_at_eos else []
+        self.eos = models.target.eos_tokens if self.target and not settings.ignore_eos else []
         chosen = choices_of(plan, settings.downweight) if self.lookahead else {}
         self.stats = Stats(chosen, in_turns=settings.mode == "ssd" and not self.channel)
 
