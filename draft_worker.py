@@ -222,8 +222,7 @@ def neural_backup(draft: DraftWorker) -> Drafted:
     uniforms = draft.uniforms[BACKUP].draw(draft.lookahead, len(draft.text))
     uniforms = to_device(uniforms, draft.model.device)
     start = (draft.length - 2).clamp(min=0)  # a row that finished at once may have one token
-    tokens = draft.text.gather(1, start[:, None] + torch.arange(2))
-    tokens = to_device(tokens, draft.model.device)
+    tokens = to_device(draft.text.gather(1, start[:, None] + torch.arange(2)), draft.model.device)
     drafted = []
     drafted_q = []
     for step in range(draft.lookahead):

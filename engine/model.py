@@ -153,8 +153,7 @@ class CausalLM:
         """Read tokens `[B, n]` that continue their rows at positions `start` `[B]`, in host
         memory."""
         count = tokens.shape[1]
-        positions = start[:, None] + torch.arange(count)
-        positions = to_device(positions, self.device)
+        positions = to_device(start[:, None] + torch.arange(count), self.device)  # [B, n]
         visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
         return self.forward(tokens, positions, positions, visible, logits)
 
