@@ -1118,7 +1118,7 @@ Placement(Settings()).join({})"""
                               env=environment | {"RANK": rank, "LOCAL_RANK": rank})
              for rank in "01"]
     for rank in ranks:
-        assert rank.communicate(timeout=100)[0] == b"in a group: False\n"
+        assert rank.communicate(timeout=100)[0].endswith(b"in a group: False\n")  # gloo may talk
         assert rank.returncode == 0
 
 
