@@ -159,7 +159,7 @@ def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
 def test_an_endless_answer_ends_soon_if_marking_was_killed(tmp_path):
     """It may use as many seconds of a processor as twice the limit of time."""
     (tmp_path / "cache.py").write_text(with_bodies("while True: pass"), "utf-8")
-    words = ["-m", "course.mark", tmp_path, "--only", "6", "--timeout", "4"]
+    words = ["-m", "course.mark", tmp_path, "--only", "6", "--timeout", "2"]
     marking = psutil.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.DEVNULL)
     while not marking.children():
         time.sleep(0.1)
