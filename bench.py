@@ -105,7 +105,7 @@ class Bench:
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
         if self.leads:
             decoder.target.model.allocate(max(SLOWER), self.job.max_length, largest.lookahead)
-        decoder.draft.start(max(SLOWER) * [[0]], self.job.max_length)  # no pass
+        decoder.draft.start(max(SLOWER) * [[0]], self.job.max_length)  # reads nothing
         self.stats = {}  # of what was decoded, by settings, in turns or not, and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:

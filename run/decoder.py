@@ -32,8 +32,9 @@ class Decoder:
         self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
+        # both use it, but C only where the draft samples
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
-        self.target = None  # the worker of another rank, or of none
+        self.target = None  # what is None is another rank's work, or nobody's
         if models.target:
             self.target = TargetWorker(models.target, sampler, settings.seed)
         self.draft = None

@@ -31,7 +31,8 @@ class Placement:
             with reported_as("--device cuda", (AssertionError, RuntimeError)):
                 torch.cuda.init()
         self.draft_rank = self.world_size - 1 if settings.mode == "ssd" else 0
-        self.tp_size = self.draft_rank or self.world_size  # ranks that hold the target
+        # the ranks that hold the target: those before the draft's own, or all
+        self.tp_size = self.draft_rank or self.world_size
         self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
         self.device = torch.device("cpu")
         # the driver may list GPUs that this PyTorch cannot use

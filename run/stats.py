@@ -48,7 +48,7 @@ class Stats:
         after_miss = [len(row.new_tokens) for row in rows if row.source == BACKUP]
         tokens = sum(after_hit + after_miss)
         accepted = sum(row.num_accepted for row in rows)
-        rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # one at most
+        rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # at most 1 each
         verify = self.mean_seconds("verify")
         ahead = [self.mean_seconds(work) for work in ("trunk", "tree")]
         paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
@@ -62,7 +62,7 @@ class Stats:
             "rounds": len(decoding),
             "tokens_per_round": ratio(tokens, len(rows)),
             "acceptance_rate": ratio(accepted, accepted + rejected),
-            "hit_rate": ratio(len(after_hit), sum(row.drafted != [] for row in rows)),
+            "hit_rate": ratio(len(after_hit), sum(row.drafted != [] for row in rows)),  # ar: 0
             "E_hit": ratio(sum(after_hit), len(after_hit)),
             "E_miss": ratio(sum(after_miss), len(after_miss)),
             "verifier_utilisation": ratio(verify, ratio(seconds, len(decoding))),
