@@ -31,7 +31,7 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, theorem_7, throughput
+from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
 from cli.settings import ROOT, Settings, open_for_writing
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM
@@ -41,7 +41,7 @@ from figures.guesses import counted_hit_rate, fit_shape
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import gather
-from run.stats import Stats
+from run.stats import Stats, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
 NUM_PROMPTS = 12

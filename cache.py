@@ -20,7 +20,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 
 PRIMARY = 0      # the source of a speculation: the primary, which fills the cache (a hit),
 BACKUP = 1       # or the backup, which drafts after a miss (section 4.3)
@@ -131,62 +131,7 @@ def uniform_fan_out(budget: int, lookahead: int, acceptance_rate: float,
     return [(budget + lookahead - k) // (lookahead + 1) for k in range(lookahead + 1)]
 
 
-FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out,  # --fan-out
-                    "confident": geometric_fan_out}  # its F of section 4.2; see FAN_OUTS_BY_ROUND
-
-
-def fan_out_shape(policy: str, budget: int, lookahead: int, acceptance_rate: float,
-                  miss_exponent: float) -> list[int]:
-    """Return F_0..F_K by the policy of that name, or as given by hand, "4,3,2,1,2". Raises
-    ValueError if these are not K+1 numbers of sum `budget`.
-
-    >>> fan_out_shape("4,3,2,1,2", 12, 4, 0.8, 1.0)
-    [4, 3, 2, 1, 2]
-    """
-    if policy in FAN_OUT_POLICIES:
-        shape = FAN_OUT_POLICIES[policy](budget, lookahead, acceptance_rate, miss_exponent)
-    elif policy.replace(",", "").isdecimal():
-        shape = [int(F) for F in policy.split(",")]
-    else:
-        raise ValueError(f"neither {' nor '.join(FAN_OUT_POLICIES)} nor numbers, F_0,...,F_K")
-    if len(shape) != lookahead + 1 or min(shape) < 0 or sum(shape) != budget:
-        raise ValueError(f"{shape} is not {lookahead + 1} numbers, F_0 to F_K, of sum {budget}")
-    return shape
-
-
-def confident_fan_out(q: torch.Tensor, drafted: torch.Tensor, acceptance_rate: torch.Tensor,
-                      miss_exponent: float, budget: int) -> torch.Tensor:
-    """Return the F_0..F_K of this round, `[B, K+1]`, by how sure the draft is. This is ours, not
-    the paper's: Theorem 12 has one acceptance rate for all tokens and rounds.
-
-    q `[B, K+1, V]` are the draft's distributions before each drafted token and after the last,
-    drafted `[B, K]` the tokens under verification, and acceptance_rate `[B]` is their a. We take
-
-        a_i   = c + (1 - c) q(s_i)                   with the c >= 0 that makes it a at q(s_i) = 1/3
-        P(k)  = a_1 ... a_k (1 - a_(k+1))            a_(K+1) = 0
-        right = (q(t*) / (1 - q(s_(k+1))) + power law) / 2
-
-    where t* is the likeliest, second likeliest, ... bonus token after k accepted ones.
-
-    >>> q = torch.tensor([[[0.1, 0.9], [0.5, 0.5], [0.5, 0.5]]])
-    >>> confident_fan_out(q, torch.tensor([[0, 1]]), torch.tensor([0.5]), 1.0, budget=1)
-    tensor([[1, 0, 0]])
-    >>> confident_fan_out(q, torch.tensor([[1, 1]]), torch.tensor([0.5]), 1.0, budget=1)
-    tensor([[0, 0, 1]])
-    """
-    q_drafted = q[:, :-1].gather(-1, drafted[..., None]).squeeze(-1)      # [B, K]
-    c = (1.5 * acceptance_rate[:, None] - 0.5).clamp(min=0)               # [B, 1]
-    accepted = c + (1 - c) * q_drafted                                    # [B, K] a_1..a_K
-    reached = pad(accepted.cumprod(1), (1, 0), value=1.0)                 # [B, K+1] a_1 ... a_k
-    likelihood = reached * (1 - pad(accepted, (0, 1)))                    # [B, K+1] P(k)
-    others = q.scatter(-1, drafted[..., None], 0.0)                       # [B, K+1, V]
-    n = min(budget, q.shape[-1])
-    q_bonus = others.topk(n).values / others.sum(-1, keepdim=True)        # [B, K+1, n]
-    right = (q_bonus.nan_to_num() + power_law(n, miss_exponent).to(q)) / 2  # 0 / 0: no other token
-    return best_fan_out(likelihood, right, budget)                        # [B, K+1]
-
-
-FAN_OUTS_BY_ROUND = {"confident": confident_fan_out}  # --fan-out: shapes that look at the round
+FAN_OUT_POLICIES = {"geometric": geometric_fan_out, "uniform": uniform_fan_out}  # --fan-out
 
 
 # ---- the cache ----
@@ -281,13 +226,6 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
     all_hit = hit_rate ** batch_size
     tokens = hit_rate * tokens_hit + (1 - hit_rate) * tokens_miss
     return tokens / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b))
-
-
-def theorem_7(summary: dict[str, float | None], batch_size: int = 1) -> float:
-    """Return the `throughput` by what was measured, under the names of `run.stats.Stats.summary`.
-    What was not measured, such as E_miss without a miss, counts as 0."""
-    names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
-    return throughput(*(summary[name] or 0.0 for name in names), batch_size)
 
 
 def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float, T_sd: float,

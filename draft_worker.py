@@ -13,7 +13,6 @@ A round of the draft, and the shapes of its data (K = lookahead, V = the size of
       |    hit:  what was prepared for this outcome, at once
       |    miss: a backup drafts (section 4.3):
       |          neural  the draft model itself, in K passes
-      |          lookup  what followed the last tokens where they occurred before
       |          random  tokens drawn blindly (the paper's fast backup)
     speculation s^{T+1}
 
@@ -26,9 +25,8 @@ import torch
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache, likely_outcomes
 from engine.counts import GuessCounts
 from engine.model import CausalLM, to_device
-from sampling import BACKUP_STREAM, BRANCH_STREAM, Sampler, UniformStream, point_mass
+from sampling import BACKUP_STREAM, BRANCH_STREAM, Sampler, UniformStream
 
-MAX_MATCH = 16  # tokens: prompt look-up treats longer matches as equally good
 Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens and q, as in `Speculation`
 
 
@@ -120,25 +118,21 @@ class DraftWorker:
         # After k < K accepted tokens s_{k+1} was rejected, so it cannot be the bonus token. No
         # drafted token follows scores[:, K], so these stay.
         scores = self.trunk_logits.scatter(-1, drafted[..., None], -torch.inf)
-        guesses = scores.topk(self.num_guesses).indices.cpu()
+        candidates = scores.topk(self.num_guesses).indices.cpu()
         # for the statistics: nothing that is drafted depends on these counts
-        self.guess_counts.next_round(guesses, speculation.source, self.text, self.length)
-        return guesses
+        self.guess_counts.next_round(candidates, speculation.source, self.text, self.length)
+        return candidates
 
     def fan_out(self, speculation: Speculation) -> torch.Tensor:
         """Return the F_0..F_K of this round, `[B, K+1]`: those of the plan for what drafted each
-        row, or by the draft's distributions of this round, if the plan says so. In round 0 all
-        guesses are for k = 0."""
+        row, unless the plan looks at every round. In round 0 all guesses are for k = 0."""
         rows, num_drafted = speculation.tokens.shape
         if num_drafted == 0:
             return torch.full((rows, 1), self.plan.budget)
-        fan_out = torch.tensor(self.plan.fan_out)[speculation.source]
-        if self.plan.by_round:
-            q = self.trunk_logits.to(self.q_template.dtype).softmax(-1)
-            a = torch.tensor(self.plan.acceptance_rates)[speculation.source].to(q)
-            fan_out = self.plan.by_round(q, to_device(speculation.tokens, q.device), a,
-                                         self.plan.miss_exponent, self.plan.budget).cpu()
-            self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
+        if not self.plan.by_round:
+            return torch.tensor(self.plan.fan_out)[speculation.source]
+        fan_out = self.plan.by_round(self, speculation)
+        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
         return fan_out
 
     # ---- the answer ----
@@ -236,14 +230,6 @@ def neural_backup(draft: DraftWorker) -> Drafted:
     return torch.stack(drafted, 1), torch.stack(drafted_q, 1)
 
 
-def lookup_backup(draft: DraftWorker) -> Drafted:
-    """Look tokens up in each row's own text, without a model. They are point masses."""
-    texts = [row[:length].tolist() for row, length in zip(draft.text, draft.length)]
-    tokens = torch.tensor([prompt_lookup(text, draft.lookahead) for text in texts])
-    tokens = to_device(tokens, draft.model.device)
-    return tokens, point_mass(tokens, like=draft.q_template)
-
-
 def random_backup(draft: DraftWorker) -> Drafted:
     """Draw tokens from the uniform distribution, without a model."""
     vocab_size = draft.model.vocab_size
@@ -253,22 +239,9 @@ def random_backup(draft: DraftWorker) -> Drafted:
     return tokens, q
 
 
-BACKUPS = {"neural": neural_backup, "lookup": lookup_backup, "random": random_backup}  # --backup
+BACKUPS = {"neural": neural_backup, "random": random_backup}  # --backup
 
+# ---- what a file of ideas/ may add to, besides BACKUPS ----
 
-def prompt_lookup(text: list[int], count: int) -> list[int]:
-    """Return the `count` tokens that followed the longest earlier match of the end of the text, or
-    the most recent of equally long ones. `MAX_MATCH` tokens are as good as more. What followed is
-    repeated if the text ends first. Without a match the beginning of the text is returned.
-
-    >>> prompt_lookup([1, 2, 3, 4, 1, 2], 5)
-    [3, 4, 1, 2, 3]
-    """
-    def matched(end: int) -> int:
-        length = 0
-        while length < min(end, MAX_MATCH) and text[end - 1 - length] == text[-1 - length]:
-            length += 1
-        return length
-
-    start = max([0, *range(len(text) - 1, 0, -1)], key=matched)  # of equals `max` takes the first
-    return (text[start:] * count)[:count]
+ACCEPTANCE_RATES: dict[str, float] = {}       # a of what a backup drafts, if it is not 0.1
+FAN_OUTS_BY_ROUND: dict[str, Callable] = {}   # --fan-out: shapes that look at the round

@@ -18,7 +18,7 @@ verifier:    receive the speculation s^T           Channel.receive_speculation
 speculator:  predict likely outcomes               DraftWorker.trunk_pass, cache.likely_outcomes
              prepare a speculation for each: S^T   DraftWorker.pre_speculate, SpeculationCache
              receive v^T; in S^T? send that        DraftWorker.speculate, SpeculationCache.look_up
-             else ask the backup speculator        draft_worker.neural_backup, lookup_backup, ...
+             else ask the backup speculator        draft_worker.neural_backup, random_backup
 
 In sd, in ar and in a notebook no other rank drafts: `TakingTurns` stands in for the channel.
 """

@@ -2,6 +2,8 @@
 
 It never learns who drafted. Autoregressive decoding is K = 0.
 """
+from typing import Callable
+
 import torch
 
 import sampling
@@ -14,8 +16,11 @@ from sampling import VERIFIER_STREAM, Sampler, UniformStream
 class TargetWorker:
     """Holds the target model, and the end of the verified text of every row of a batch of B."""
 
-    def __init__(self, model: CausalLM, sampler: Sampler, seed: int):
-        """`seed` decides the uniform numbers that accept, reject and draw bonus tokens."""
+    def __init__(self, model: CausalLM, sampler: Sampler, seed: int,
+                 rule: Callable = sampling.verify):
+        """`seed` decides the uniform numbers that accept, reject and draw bonus tokens, by the
+        `rule`, one of `sampling.VERIFICATIONS`."""
+        self.rule = rule
         self.model = model
         self.sampler = sampler
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
@@ -46,7 +51,7 @@ class TargetWorker:
             uniforms = to_device(self.uniforms.draw(rows, lookahead + 1), device)
             logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
             p = self.sampler.probabilities(logits)
-            num_accepted, bonus = sampling.verify(p, drafted, q, uniforms)
+            num_accepted, bonus = self.rule(p, drafted, q, uniforms)
             # NaN and inf show in the maximum, -inf is allowed. A NaN in q would just reject.
             finite = [logits.amax(-1).isfinite().all(1), q.sum((1, 2)).isfinite()]
             # The host waits once, not for each of these.

@@ -59,6 +59,7 @@ from transformers import GenerationConfig
 import cache
 import draft_worker
 import engine.model
+import ideas
 import saguaro
 import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
@@ -74,10 +75,12 @@ from figures.guesses import (
     counted_miss_rates,
     fit_power_law,
 )
+from ideas.confident import confident_fan_out
+from ideas.lookup import prompt_lookup
 from run.decoder import Decoder, make_plan
 from run.job import Job, Models
 from run.placement import Placement
-from sampling import Sampler, UniformStream
+from sampling import VERIFICATIONS, Sampler, UniformStream
 from target_worker import TargetWorker
 from testing.shared import (
     RAGGED,
@@ -254,7 +257,7 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
     target = random_model()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(UniformStream, "draw", lambda *given: record(drawn, draw(*given)))
-        monkeypatch.setattr(sampling, "verify", lambda p, tokens, q, uniforms: verify(
+        monkeypatch.setitem(VERIFICATIONS, "token", lambda p, tokens, q, uniforms: verify(
             p, tokens, q, record(used, uniforms)))
         for seed in range(3):
             decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
@@ -268,28 +271,61 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
         assert len(together.unique()) == len(together) > 1000
 
 
-def test_what_verify_makes_of_many_drafts_has_the_targets_distribution():
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_what_a_verification_makes_of_many_drafts_has_the_targets_distribution(rule):
     """The first token, and the second where the first was accepted."""
     p = random_distributions(100_000, 3, 7)
     q = random_distributions(100_000, 2, 7, seed=1)
     tokens = sampling.inverse_cdf(q, draw_uniforms(100_000, 2))
-    k, bonus = sampling.verify(p, tokens, q, draw_uniforms(100_000, 3, seed=1))
+    k, bonus = VERIFICATIONS[rule](p, tokens, q, draw_uniforms(100_000, 3, seed=1))
     new = torch.cat([tokens, bonus[:, None]], 1).scatter(1, k[:, None], bonus[:, None])
     for place in range(2):
         assert_drawn(new[k >= place, place], p[k >= place, place])
+
+
+def test_block_verification_has_the_targets_joint_distribution():
+    """The example of docs/PORTING.md: the same p and q at every place, K = 2; and P(k)."""
+    n = 200_000
+    p = torch.tensor([1/2, 1/4, 1/4]).expand(n, 3, 3)
+    q = torch.tensor([1/8, 3/4, 1/8]).expand(n, 2, 3)
+    tokens = sampling.inverse_cdf(q, draw_uniforms(n, 2))
+    k, bonus = VERIFICATIONS["block"](p, tokens, q, draw_uniforms(n, 3, seed=1))
+    assert goodness_of_fit(k.bincount(), torch.tensor([1/2, 5/32, 11/32])) > ALPHA
+    new = torch.cat([tokens, bonus[:, None]], 1).scatter(1, k[:, None], bonus[:, None])
+    second = sampling.inverse_cdf(p[:, 0], draw_uniforms(n, seed=2))  # the next round's
+    second = new[:, 1].where(k > 0, second)
+    joint = (p[0, 0][:, None] * p[0, 0]).flatten()
+    assert goodness_of_fit((3 * new[:, 0] + second).bincount(minlength=9), joint) > ALPHA
+
+
+def test_block_verification_accepts_i_tokens_or_more_with_probability_w_i():
+    """Which, given the tokens, is never less than by themselves, where it is a product of
+    min(1, p / q)."""
+    p = random_distributions(200_000, 4, 5)
+    q = random_distributions(200_000, 3, 5, seed=1)
+    tokens = sampling.inverse_cdf(q, draw_uniforms(200_000, 3))
+    by_block, by_token = (rule(p, tokens, q, draw_uniforms(200_000, 4, seed=1))[0]
+                          for rule in (VERIFICATIONS["block"], sampling.verify))
+    ratio = (p[:, :3].gather(2, tokens[..., None]) / q.gather(2, tokens[..., None])).squeeze(2)
+    w = each = torch.ones(200_000)
+    for i in range(3):
+        w = (w * ratio[:, i]).clamp(max=1)
+        each = each * ratio[:, i].clamp(max=1)
+        assert (w >= each - 1e-12).all()
+        for k, share in ((by_block, w), (by_token, each)):
+            assert_close((k > i).double().mean(), share.mean(), 0.005)
+    assert w.mean() > each.mean() + 0.01
 
 
 @pytest.mark.parametrize("backup", ("neural", "random"))
 def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
     """Bit for bit the q that came with it: the condition of all proofs, after hits and misses."""
     given = []
-    verify = sampling.verify
     target = random_model()
     decoder = make_decoder(target, imitation(target, 0.3), budget=3, temperature=0.85,
                            backup=backup)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sampling, "verify", lambda *args: given.append(args) or verify(*args))
-        record = run_rounds(decoder, 100 * RAGGED, 12)
+    decoder.target.rule = lambda *args: given.append(args) or sampling.verify(*args)
+    record = run_rounds(decoder, 100 * RAGGED, 12)
     for (speculation, _), (_, tokens, q, _) in zip(record, given, strict=True):
         assert tokens.equal(speculation.tokens) and q.equal(speculation.q)
     source = torch.cat([speculation.source for speculation, _ in record[1:]])
@@ -382,7 +418,8 @@ SETTINGS = [  # the first also in the edit loop
     pytest.param(dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1",
                       samples=30_000), marks=slow),
     *(pytest.param(dict(temperature=0.7, downweight=0.5, fan_out="confident", backup=backup,
-                        samples=30_000), marks=slow) for backup in ("lookup", "random"))]
+                        samples=30_000), marks=slow) for backup in ("lookup", "random")),
+    dict(temperature=1.4, downweight=0.5, verification="block", samples=30_000)]
 
 
 def test_the_statistic_accepts_the_truth_and_sees_two_percent():
@@ -438,7 +475,8 @@ class RandomRun:
             downweight=choose.choice((0.0, 0.5, 1.0)),
             max_new_tokens=choose.choice((1, 5, 40)) if self.greedy else 60,
             temperature=0 if self.greedy else round(choose.uniform(0.6, 1.4), 2),
-            top_k=choose.choice((0, 6)), top_p=choose.choice((0.95, 1.0)))
+            top_k=choose.choice((0, 6)), top_p=choose.choice((0.95, 1.0)),
+            verification=(*VERIFICATIONS,)[seed // 2 % len(VERIFICATIONS)])
         self.target = random_model(seed=seed, initializer_range=0.2, max_position_embeddings=128)
         draft = imitation(self.target, 0.2)
         draft.resize_token_embeddings(choose.choice((33, 48)), mean_resizing=False)
@@ -494,9 +532,10 @@ def replace_line(monkeypatch, owner, name: str, right: str, wrong: str) -> None:
     planted = {}
     exec(source.replace(right, wrong), vars(sys.modules[function.__module__]), planted)
     monkeypatch.setattr(owner, name, planted[name])
-    for backup, registered in draft_worker.BACKUPS.items():
-        if registered is function:
-            monkeypatch.setitem(draft_worker.BACKUPS, backup, planted[name])
+    for names in (draft_worker.BACKUPS, VERIFICATIONS):
+        for other, registered in names.items():
+            if registered is function:
+                monkeypatch.setitem(names, other, planted[name])
 
 
 DRAWN = "return inverse_cdf(q, uniforms), q"
@@ -517,7 +556,7 @@ MISTAKES = {
     "greedy drafts reported as if drawn from q":
         (Sampler, "sample", DRAWN, "return q.argmax(-1), q"),
     "look-ups reported as if drawn at random":
-        (draft_worker, "lookup_backup", "point_mass(tokens, like=draft.q_template)",
+        (ideas.lookup, "lookup_backup", "point_mass(tokens, like=draft.q_template)",
          "point_mass(tokens, like=draft.q_template) * 0 + 1 / len(draft.q_template)"),
     "after a miss, tokens accepted if and only if they equal the argmax":
         (TargetWorker, "verify", P, P +
@@ -595,6 +634,24 @@ def audit_with(name: str) -> tuple[float, int]:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_classic_mistake_is_caught(mistake):
     assert any(p_value_with(mistake, n) < ALPHA for n in (5_000, 20_000))
+
+
+
+BLOCK_MISTAKES = {
+    "accepted up to the first rejection":
+        ("accepted = uniforms[:, i - 1, None] < h",
+         "accepted = (uniforms[:, i - 1, None] < h) & (num_accepted == i - 1)"),
+    "accepted with w_i instead of h_i": ("S / (S + 1 - w)", "w"),
+    "the residual of the rule token by token":
+        ("residual(w * p[:, i], q[:, i])", "residual(p[:, i], q[:, i])"),
+    "the weight not carried along": ("w = (w * p[:, i - 1]", "w = (p[:, i - 1]")}
+
+
+@pytest.mark.parametrize("mistake", BLOCK_MISTAKES)
+def test_a_mistake_in_block_verification_is_caught(monkeypatch, mistake):
+    replace_line(monkeypatch, ideas.block, "block_verify", *BLOCK_MISTAKES[mistake])
+    with pytest.raises(AssertionError):
+        test_block_verification_has_the_targets_joint_distribution()
 
 # ---- 5. ranks: bit for bit the text of one process ----
 @pytest.fixture(scope="session", autouse=True)
@@ -676,7 +733,7 @@ def test_fan_out_is_the_closed_form_of_theorem_12_rounded():
         exact = a ** (torch.arange(K + 1).double() / (1 + r))
         exact[K] *= (1 - a) ** (-1 / (1 + r))
         exact *= budget / exact.sum()
-        shape = torch.tensor(cache.fan_out_shape("geometric", budget, K, a, r))
+        shape = torch.tensor(cache.geometric_fan_out(budget, K, a, r))
         assert exact.min() < 1 or (shape - exact).abs().max() < 1.5, (budget, K, a, r)
 
 
@@ -737,12 +794,14 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
             drafted = speculation.tokens[row].tolist()
             with torch.no_grad():
                 logits = draft.model.model(torch.tensor([text + drafted])).logits[0, -4:]
-            a = (0.7, 0.1)[source]
-            c = max(0, (3 * a - 1) / 2)
             outcomes = {}
             reached = 1.0
             for k, (q, s) in enumerate(zip(logits.softmax(-1).tolist(), [*drafted, None])):
-                accepted = 0 if s is None else c + (1 - c) * q[s]
+                accepted = 0
+                if s is not None and source == PRIMARY:
+                    accepted = 0.55 + 0.45 * q[s]
+                elif s is not None:
+                    accepted = min(1, q[s] / float(speculation.q[row, k, s]))
                 others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
                 for F, bonus in enumerate(others, start=1):
                     by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
@@ -750,7 +809,9 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
                     outcomes[k, bonus] = reached * (1 - accepted) * (by_q + by_rank) / 2
                 reached *= accepted
             guessed = torch.stack(guesses, 2)[row].tolist()
-            assert set(map(tuple, guessed)) == set(sorted(outcomes, key=outcomes.get)[-8:])
+            best = set(sorted(outcomes, key=outcomes.get)[-8:])
+            beyond_the_end = length[row] + 2 > draft.model.last_position
+            assert set(map(tuple, guessed)) == best or beyond_the_end
             shapes[source].append([sum(k == n for k, _ in guessed) for n in range(4)])
     for source, name in enumerate(("fan_out", "fan_out_after_backup")):
         means = [round(mean(column), 1) for column in zip(*shapes[source])]
@@ -778,10 +839,13 @@ def hits_of_shapes(prompts: list[list[int]], budgets: tuple[int, ...], **choices
             number = found.long().argmax(1).where(found.any(1), max(budgets))
             for budget, fixed, confident in zip(budgets, geometric, shapes):
                 hits[budget].append(torch.stack([number < fixed[k], number < confident[row, k]], 1))
-        q = draft.trunk_logits.softmax(-1)
-        a = torch.full((len(q),), 0.8)
-        last.append((guesses, length, [cache.confident_fan_out(
-            q, speculation.tokens, a, 1.0, budget) for budget in budgets]))
+        plan = draft.plan
+        shapes = []
+        for budget in budgets:
+            draft.plan = plan._replace(fan_out=[[budget]])
+            shapes.append(confident_fan_out(draft, speculation))
+        draft.plan = plan
+        last.append((guesses, length, shapes))
         return fan_out(draft, speculation)
 
     fan_out = DraftWorker.fan_out
@@ -980,7 +1044,7 @@ def test_the_draft_counts_which_guess_every_bonus_token_was():
     ([4, 4, 4], [4, 4, 4, 4]),
     ([*range(20), 30, *range(2, 20), 31, *range(20)], [31, 0, 1, 2])))  # both beyond MAX_MATCH
 def test_prompt_lookup_continues_the_longest_and_then_most_recent_match(text, proposed):
-    assert draft_worker.prompt_lookup(text, 4) == proposed
+    assert prompt_lookup(text, 4) == proposed
 
 # ---- 7. KV slots, tree attention, what overlaps, how rows end, what is counted ----
 def assert_kv_is_fresh(model: CausalLM, row: int, text: list[int]) -> None:

@@ -118,12 +118,6 @@ class DecodingSettings:
         shared = {entry.name: getattr(self, entry.name) for entry in fields(DecodingSettings)}
         return Settings(**shared | changes)
 
-    def backup_acceptance(self, backup: str) -> float:
-        """Return the acceptance rate a of what a backup of this name drafts."""
-        if self.backup_acceptance_rate is not None:
-            return self.backup_acceptance_rate
-        return {"neural": self.acceptance_rate, "lookup": 0.2}.get(backup, 0.1)
-
 
 def value_type(entry) -> type:
     """Return the type of a field's values: int, float, str or bool."""
@@ -163,6 +157,9 @@ class Settings(DecodingSettings):
     mode: str = option(
         "method", "ssd", "speculative speculative, speculative or autoregressive decoding",
         choices=("ssd", "sd", "ar"))
+    verification: str = option(
+        "method", "token", "what accepts drafted tokens: token (each by itself, as in the paper), "
+        "or block (all together: Sun et al. 2024)", metavar="NAME")
 
 
 # ---- the command line ----

@@ -42,8 +42,7 @@ import cache
 import draft_worker
 import run
 from cache import PRIMARY, RowRound
-from cli import launch, screen
-from cli.screen import Display, print_summary
+from cli import launch
 from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
@@ -52,9 +51,10 @@ from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
-from run import placement
+from run import placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
+from run.screen import Display, print_summary
 from run.stats import Stats
 from testing.shared import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
 
@@ -167,6 +167,7 @@ WRONG = {  # a command, and what is said about it
     "--fan-out 4,,3": "''",
     "--mode fast": "invalid choice: 'fast'",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
+    "--verification best": "--verification best: there are token, block",
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60 -1": "--pace is -1.0; it must be from 0 to",
@@ -1076,7 +1077,7 @@ PICKLES = r"_object(_list)?\(|import pickle|pickle\.|torch\.load\("
 def test_no_two_files_have_one_name():
     """`pytest .`, with which editors find tests, imports each file by its name."""
     names = [file.stem for file in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py"))]
-    assert {name for name in names if names.count(name) > 1} <= {"__main__"}
+    assert {name for name in names if names.count(name) > 1} <= {"__init__", "__main__"}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository of git")

@@ -7,10 +7,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cache import PRIMARY
-from cli.screen import Display
 from cli.settings import Settings
 from cli.text import TextStream, text_pieces
 from run.job import Job
+from run.screen import Display
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = ["▁", "▁▁▁▁", "a", "▁b", "é", "▁return", "ü▁", ".", "\ufffd", *BYTES]

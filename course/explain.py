@@ -22,13 +22,13 @@ from typing import Any, Iterator, NamedTuple
 import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
-from cli.screen import Display, can_show_colours
 from cli.settings import DecodingSettings
 from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
 from run.decoder import Decoder
 from run.job import Job, Models
+from run.screen import Display, can_show_colours
 from saguaro import Sequences, TakingTurns, decode
 from sampling import VERIFIER_STREAM, Sampler, UniformStream, residual
 

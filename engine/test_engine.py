@@ -41,7 +41,6 @@ from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
 from cli.launch import watch
-from cli.screen import print_times
 from cli.settings import ROOT, TINY, Settings
 from engine import cuda_graphs
 from engine.check import check_model
@@ -54,6 +53,7 @@ from run import placement
 from run.decoder import Decoder
 from run.job import Job
 from run.placement import Placement
+from run.screen import print_times
 from saguaro import Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus, real_gpus
 from testing.shared import (
@@ -103,12 +103,14 @@ PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
 
 
 @pytest.mark.parametrize("files, forbidden", (
-    ("engine/*.py", PAPER | {"cli", "run", "audit", "bench", "course"}),
-    ("sampling.py", PAPER | {"cli", "run", "engine", "audit"}),
-    ("cache.py", PAPER | {"cli", "run", "engine", "audit"}),
-    ("*_worker.py", {"cli", "run", "saguaro", "audit"}),
-    ("saguaro.py", {"run", "cli.screen", "cli.text", "audit", "bench", "course"}),
-    ("run/*.py", {"audit", "bench", "course"}), ("cli/*.py", {"audit", "bench", "course"}),
+    ("engine/*.py", PAPER | {"ideas", "cli", "run", "audit", "bench", "course"}),
+    ("sampling.py", PAPER | {"ideas", "cli", "run", "engine", "audit"}),
+    ("cache.py", PAPER | {"ideas", "cli", "run", "engine", "audit"}),
+    ("*_worker.py", {"ideas", "cli", "run", "saguaro", "audit"}),
+    ("saguaro.py", {"ideas", "run", "cli.text", "audit", "bench", "course"}),
+    ("ideas/*.py", {"cli", "run", "audit", "bench", "course"}),
+    ("run/*.py", {"audit", "bench", "course"}),
+    ("cli/*.py", PAPER | {"ideas", "audit", "bench", "course"}),
     ("audit/*.py", PAPER | {"cli", "run", "engine.model", "course"})))
 def test_imports_run_one_way(files, forbidden):
     for file in Path(__file__).parents[1].glob(files):

@@ -5,16 +5,17 @@ from typing import Callable
 
 import torch
 
-from cache import FAN_OUTS_BY_ROUND, choose_backup, fan_out_shape
-from cli.screen import Display
+import ideas  # noqa: F401  they register themselves
+from cache import FAN_OUT_POLICIES, choose_backup
 from cli.settings import Settings
-from draft_worker import BACKUPS, DraftWorker, Plan
+from draft_worker import ACCEPTANCE_RATES, BACKUPS, FAN_OUTS_BY_ROUND, DraftWorker, Plan
 from engine.errors import UserError, reported_as
 from run.job import Job, Models, checked_prompts
 from run.placement import gather
+from run.screen import Display
 from run.stats import Stats, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
-from sampling import Sampler
+from sampling import VERIFICATIONS, Sampler
 from target_worker import TargetWorker
 
 # (row, new tokens, source), after every round; if it returns False, the row's text ends there
@@ -36,7 +37,8 @@ class Decoder:
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
         self.target = None  # what is None is another rank's work, or nobody's
         if models.target:
-            self.target = TargetWorker(models.target, sampler, settings.seed)
+            self.target = TargetWorker(models.target, sampler, settings.seed,
+                                       VERIFICATIONS[settings.verification])
         self.draft = None
         if models.draft and settings.mode != "ar":
             self.draft = DraftWorker(models.draft, sampler, settings.seed, plan)
@@ -113,19 +115,37 @@ def make_plan(settings: Settings) -> Plan:
         draft_pass = draft / target if target else 1 / len(fan_out)  # assumes T_p = 1
         backup, critical_batch_size = choose_backup(
             settings.batch_size, fan_out, settings.acceptance_rate,
-            settings.backup_acceptance("random"), settings.miss_exponent, draft_pass)
+            acceptance_after(settings, "random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    rates = (settings.acceptance_rate, settings.backup_acceptance(backup))
+    if settings.verification not in VERIFICATIONS:
+        raise UserError(f"--verification {settings.verification}: there are "
+                        f"{', '.join(VERIFICATIONS)}")
+    rates = (settings.acceptance_rate, acceptance_after(settings, backup))
     return Plan([fan_out, fan_out_with(settings, rates[1])], backup, critical_batch_size,
                 FAN_OUTS_BY_ROUND.get(settings.fan_out), rates, settings.miss_exponent)
 
 
+def acceptance_after(settings: Settings, backup: str) -> float:
+    """Return the acceptance rate a of what a backup of this name drafts."""
+    if settings.backup_acceptance_rate is not None:
+        return settings.backup_acceptance_rate
+    return {"neural": settings.acceptance_rate, **ACCEPTANCE_RATES}.get(backup, 0.1)
+
+
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
-    """Return F_0..F_K as --fan-out says; all are 0 in sd, where nothing is prepared."""
-    with reported_as(f"--fan-out {settings.fan_out}", ValueError):
-        shape = fan_out_shape(settings.fan_out, settings.budget, settings.lookahead,
-                              acceptance_rate, settings.miss_exponent)
+    """Return F_0..F_K as --fan-out says: by the policy of that name, or as given by hand,
+    4,3,2,1,2. All are 0 in sd, where nothing is prepared."""
+    shape, budget, K = settings.fan_out, settings.budget, settings.lookahead
+    with reported_as(f"--fan-out {shape}", ValueError):
+        if shape in FAN_OUT_POLICIES:
+            shape = FAN_OUT_POLICIES[shape](budget, K, acceptance_rate, settings.miss_exponent)
+        elif shape.replace(",", "").isdecimal():
+            shape = [int(F) for F in shape.split(",")]
+        else:
+            raise ValueError(f"neither {' nor '.join(FAN_OUT_POLICIES)} nor numbers, F_0,...,F_K")
+        if len(shape) != K + 1 or min(shape) < 0 or sum(shape) != budget:
+            raise ValueError(f"{shape} is not {K + 1} numbers, F_0 to F_K, of sum {budget}")
     return [0] * len(shape) if settings.mode == "sd" else shape
 
 

@@ -3,7 +3,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from cache import BACKUP, PRIMARY, RowRound
+from cache import BACKUP, PRIMARY, RowRound, throughput
 from draft_worker import Plan
 
 
@@ -104,6 +104,13 @@ def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
     return {"fan_out": plan.fan_out[PRIMARY], "fan_out_after_backup": plan.fan_out[BACKUP],
             "downweight": downweight, "backup": plan.backup,
             "critical_batch_size": None if b == math.inf else b}
+
+
+def theorem_7(summary: dict[str, float | None], batch_size: int = 1) -> float:
+    """Return the `throughput` by what was measured, under the names of `Stats.summary`.
+    What was not measured, such as E_miss without a miss, counts as 0."""
+    names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
+    return throughput(*(summary[name] or 0.0 for name in names), batch_size)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

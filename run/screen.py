@@ -9,9 +9,10 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cache import PRIMARY, theorem_7, throughput
+from cache import PRIMARY, throughput
 from cli.settings import DecodingSettings, open_for_writing
 from cli.text import TextStream, printable, text_pieces
+from run.stats import theorem_7
 
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),

@@ -1,0 +1,59 @@
+"""The shape of the cache, anew in every round, by how sure the draft is (`--fan-out confident`).
+Theorem 12 has one acceptance rate for all tokens and rounds."""
+import torch
+from torch.nn.functional import pad
+
+from cache import BACKUP, FAN_OUT_POLICIES, Speculation, best_fan_out, geometric_fan_out, power_law
+from draft_worker import FAN_OUTS_BY_ROUND, DraftWorker
+from engine.model import to_device
+
+
+def confident_fan_out(draft: DraftWorker, speculation: Speculation) -> torch.Tensor:
+    """Return the F_0..F_K of this round, `[B, K+1]`, in host memory. With the draft model's q of
+    this round, a drafted token s_i is accepted with a probability that we take to be
+
+        a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which makes
+                                           a_i = a at q(s_i) = 1/3, or 0 if that is negative
+        a_i = min(1, q(s_i) / sent(s_i))   where another backup drew it, from `sent`."""
+    plan = draft.plan
+    q = draft.trunk_logits.to(draft.q_template.dtype).softmax(-1)         # [B, K+1, V]
+    drafted = to_device(speculation.tokens, q.device)[..., None]          # [B, K, 1]
+    q_drafted = q[:, :-1].gather(-1, drafted)                             # [B, K, 1]
+    a = torch.tensor(plan.acceptance_rates)[speculation.source].to(q)     # [B]
+    c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]                       # [B, 1, 1]
+    accepted = c + (1 - c) * q_drafted                                    # [B, K, 1]
+    if plan.backup != "neural":
+        sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
+        by_backup = to_device(speculation.source == BACKUP, q.device)[:, None, None]
+        accepted = (q_drafted / sent).clamp(max=1).where(by_backup, accepted)
+    return likeliest(q, drafted, accepted.squeeze(-1), plan.miss_exponent, plan.budget).cpu()
+
+
+def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
+              miss_exponent: float, budget: int) -> torch.Tensor:
+    """Return the F_0..F_K `[B, K+1]` of the `budget` likeliest outcomes. q `[B, K+1, V]` are the
+    draft's distributions before each drafted token and after the last, drafted `[B, K, 1]` these
+    tokens, and accepted `[B, K]` their a_1..a_K. With a_(K+1) = 0 we take
+
+        P(k)  = a_1 ... a_k (1 - a_(k+1))
+        right = (q(t*) / (1 - q(s_(k+1))) + power law) / 2
+
+    where t* is the likeliest, second likeliest, ... bonus token after k accepted ones.
+
+    >>> q = torch.tensor([[[0.1, 0.9], [0.5, 0.5], [0.5, 0.5]]])
+    >>> likeliest(q, torch.tensor([[[0], [1]]]), torch.tensor([[0.3, 0.6]]), 1.0, budget=1)
+    tensor([[1, 0, 0]])
+    >>> likeliest(q, torch.tensor([[[1], [1]]]), torch.tensor([[0.9, 0.6]]), 1.0, budget=1)
+    tensor([[0, 0, 1]])
+    """
+    reached = pad(accepted.cumprod(1), (1, 0), value=1.0)                 # [B, K+1] a_1 ... a_k
+    likelihood = reached * (1 - pad(accepted, (0, 1)))                    # [B, K+1] P(k)
+    others = q.scatter(-1, drafted, 0.0)                                  # [B, K+1, V]
+    n = min(budget, q.shape[-1])
+    q_bonus = others.topk(n).values / others.sum(-1, keepdim=True)        # [B, K+1, n]
+    right = (q_bonus.nan_to_num() + power_law(n, miss_exponent).to(q)) / 2  # 0 / 0: no other token
+    return best_fan_out(likelihood, right, budget)                        # [B, K+1]
+
+
+FAN_OUT_POLICIES["confident"] = geometric_fan_out  # the F of section 4.2, which cannot wait
+FAN_OUTS_BY_ROUND["confident"] = confident_fan_out
