@@ -38,6 +38,7 @@ from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import SWEEPS, BenchSettings
 from figures.guesses import counted_hit_rate, fit_shape
+from ideas import SPECULATORS
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import gather
@@ -208,7 +209,7 @@ def largest_tells(settings: Settings) -> bool:
     round. If so, one run with the `LARGEST` budget tells the tokens of a round and, by its counts
     of guesses, the hits of every smaller cache."""
     return (settings.mode != "ar" and settings.backup == "neural" and settings.downweight == 1
-            and not make_plan(settings).by_round)
+            and settings.fan_out not in SPECULATORS)
 
 
 def counts_of(settings: Settings, stats: Stats) -> Metrics:
@@ -385,7 +386,7 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
         "fan-out": points("temperature", heats, (), ("random backup", {"backup": "random"})),
         "shape": points("temperature", heats, (), *[
             (fan_out, {"fan_out": fan_out, "backup": backup})
-            for fan_out in FAN_OUT_POLICIES for backup in ("neural", "random")]),
+            for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS) for backup in ("neural", "random")]),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
         "batch": points("batch_size", sizes, sizes, *[
             (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})

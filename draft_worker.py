@@ -18,7 +18,7 @@ A round of the draft, and the shapes of its data (K = lookahead, V = the size of
 
 With a budget of 0 the same worker is the draft of plain speculative decoding: every round misses.
 """
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,9 +35,6 @@ class Plan(NamedTuple):
     fan_out: list[list[int]]  # F_0..F_K for a speculation of the PRIMARY, and of the BACKUP
     backup: str               # a name in BACKUPS
     critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
-    by_round: Callable | None = None  # of FAN_OUTS_BY_ROUND; none: `fan_out` is every round's
-    acceptance_rates: tuple[float, ...] = ()  # a of what the PRIMARY, and the BACKUP, drafted
-    miss_exponent: float = 1.0  # r
 
     @property
     def lookahead(self) -> int:
@@ -114,26 +111,27 @@ class DraftWorker:
         device = self.model.device
         last = to_device(self.text.gather(1, (self.length - 1)[:, None]), device)
         drafted = to_device(speculation.tokens, device)
-        self.trunk_logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
-        # After k < K accepted tokens s_{k+1} was rejected, so it cannot be the bonus token. No
-        # drafted token follows scores[:, K], so these stay.
-        scores = self.trunk_logits.scatter(-1, drafted[..., None], -torch.inf)
-        candidates = scores.topk(self.num_guesses).indices.cpu()
+        logits = self.model.causal(torch.cat([last, drafted], 1), self.length - 1)
+        candidates = self.candidates(logits, speculation).cpu()
         # for the statistics: nothing that is drafted depends on these counts
         self.guess_counts.next_round(candidates, speculation.source, self.text, self.length)
         return candidates
 
+    def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
+        """Return the n likeliest bonus tokens `[B, K+1, n]` by the trunk's logits `[B, K+1, V]`.
+
+        After k < K accepted tokens s_{k+1} was rejected, so it cannot be the bonus token. No
+        drafted token follows logits[:, K], so these stay."""
+        drafted = to_device(speculation.tokens, logits.device)
+        return logits.scatter(-1, drafted[..., None], -torch.inf).topk(self.num_guesses).indices
+
     def fan_out(self, speculation: Speculation) -> torch.Tensor:
         """Return the F_0..F_K of this round, `[B, K+1]`: those of the plan for what drafted each
-        row, unless the plan looks at every round. In round 0 all guesses are for k = 0."""
+        row. In round 0 all guesses are for k = 0."""
         rows, num_drafted = speculation.tokens.shape
         if num_drafted == 0:
             return torch.full((rows, 1), self.plan.budget)
-        if not self.plan.by_round:
-            return torch.tensor(self.plan.fan_out)[speculation.source]
-        fan_out = self.plan.by_round(self, speculation)
-        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
-        return fan_out
+        return torch.tensor(self.plan.fan_out)[speculation.source]
 
     # ---- the answer ----
 
@@ -240,8 +238,3 @@ def random_backup(draft: DraftWorker) -> Drafted:
 
 
 BACKUPS = {"neural": neural_backup, "random": random_backup}  # --backup
-
-# ---- what a file of ideas/ may add to, besides BACKUPS ----
-
-ACCEPTANCE_RATES: dict[str, float] = {}       # a of what a backup drafts, if it is not 0.1
-FAN_OUTS_BY_ROUND: dict[str, Callable] = {}   # --fan-out: shapes that look at the round

@@ -160,9 +160,6 @@ def verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     return num_accepted, inverse_cdf(r, uniforms[:, lookahead])       # [B], [B]
 
 
-VERIFICATIONS = {"token": verify}  # --verification
-
-
 # ---- random numbers: a stream each for the verifier, the branches and the backups ----
 
 VERIFIER_STREAM, BRANCH_STREAM, BACKUP_STREAM = range(3)

@@ -18,11 +18,11 @@ class TargetWorker:
 
     def __init__(self, model: CausalLM, sampler: Sampler, seed: int,
                  rule: Callable = sampling.verify):
-        """`seed` decides the uniform numbers that accept, reject and draw bonus tokens, by the
-        `rule`, one of `sampling.VERIFICATIONS`."""
-        self.rule = rule
+        """`seed` decides the uniform numbers by which the `rule`, called as `sampling.verify` is,
+        accepts, rejects and draws bonus tokens."""
         self.model = model
         self.sampler = sampler
+        self.rule = rule
         self.uniforms = UniformStream(seed, VERIFIER_STREAM)
         self.clock = model.clock
 

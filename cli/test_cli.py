@@ -51,6 +51,7 @@ from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
+from ideas import SPECULATORS
 from run import placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
@@ -163,7 +164,7 @@ WRONG = {  # a command, and what is said about it
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
-    "--fan-out 4,3,2,1,-2": f"neither {' nor '.join(cache.FAN_OUT_POLICIES)} nor numbers",
+    "--fan-out 4,3,2,1,-2": "neither geometric nor uniform nor confident nor numbers",
     "--fan-out 4,,3": "''",
     "--mode fast": "invalid choice: 'fast'",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
@@ -489,7 +490,7 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     assert not stopped.value.code and output.count("(default:") == len(fields(Settings))
     assert all(f"\n{field.metadata['group']}:\n" in output for field in fields(Settings))
     names = {"geometric", "uniform", "confident", "neural", "lookup", "random"}
-    assert names <= cache.FAN_OUT_POLICIES.keys() | draft_worker.BACKUPS.keys()
+    assert names <= {*cache.FAN_OUT_POLICIES, *draft_worker.BACKUPS, *SPECULATORS}
     assert all(name in output for name in names)
 
 

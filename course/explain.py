@@ -26,7 +26,7 @@ from cli.settings import DecodingSettings
 from cli.text import printable, text_pieces
 from course.options import ExplainSettings
 from engine.model import CausalLM
-from run.decoder import Decoder
+from run.decoder import Decoder, acceptance_after
 from run.job import Job, Models
 from run.screen import Display, can_show_colours
 from saguaro import Sequences, TakingTurns, decode
@@ -96,9 +96,11 @@ class Narrator:
     def tell_fan_out(self) -> None:
         """Print F_0..F_K, and the P(k) behind them."""
         plan = self.draft.plan
-        title = f"planned fan-out, {self.settings.fan_out}, r = {plan.miss_exponent:.2f}"
+        settings = self.settings
+        title = f"planned fan-out, {settings.fan_out}, r = {settings.miss_exponent:.2f}"
         self.say(f"{title:42}k   " + "".join(f"{k:6}" for k in range(plan.lookahead + 1)), BOLD)
-        for source, a, fan_out in zip(self.sources, plan.acceptance_rates, plan.fan_out):
+        rates = (settings.acceptance_rate, acceptance_after(settings, plan.backup))
+        for source, a, fan_out in zip(self.sources, rates, plan.fan_out):
             title = f"  after {source}, a = {a:.2f}"
             likelihood = acceptance_distribution(a, plan.lookahead)
             self.say(f"{title:42}P(k)" + "".join(f"{P:6.2f}" for P in likelihood))

@@ -1,8 +1,10 @@
 """Block verification (`--verification block`): all K tokens together (Sun et al. 2024,
 arXiv:2403.10444). It keeps the target's distribution, too, and accepts more tokens."""
 import torch
+from torch.nn.functional import pad
 
-from sampling import VERIFICATIONS, inverse_cdf, point_mass, residual
+from ideas import VERIFICATIONS
+from sampling import inverse_cdf, point_mass, residual
 
 
 def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
@@ -14,7 +16,7 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
 
     k is the *largest* i whose uniform number is below S_i / (S_i + 1 - w_i), or 0. The bonus token
     is drawn in proportion to max(w_k p_(k+1) - q_(k+1), 0). So i tokens or more are accepted with
-    probability w_i.
+    probability w_i, which is never less than by `sampling.verify`.
 
     >>> p = torch.tensor([1/2, 1/4, 1/4]).expand(100_000, 3, 3)
     >>> q = torch.tensor([1/8, 3/4, 1/8]).expand(100_000, 2, 3)
@@ -26,21 +28,25 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     [0.5, 0.25, 0.25]
     [0.5, 0.16, 0.34]
     """
+    rows, lookahead = tokens.shape
     if not q.shape[-1]:
         q = point_mass(tokens, like=p)
-    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                    # [B, K+1, V]
-    w = torch.ones_like(p[:, 0, :1])                                     # [B, 1]
-    num_accepted = torch.zeros_like(w, dtype=torch.long)                 # [B, 1]
-    bonus_from = residual(p[:, 0], q[:, 0])                              # [B, V]
-    for i in range(1, q.shape[1]):
-        s = tokens[:, i - 1:i]                                           # [B, 1]
-        w = (w * p[:, i - 1].gather(1, s) / q[:, i - 1].gather(1, s)).clamp(max=1)
-        S = (w * p[:, i] - q[:, i]).clamp(min=0).sum(1, keepdim=True)
-        h = torch.where(w < 1, S / (S + 1 - w), 1.0)                     # 0 / 0 where p = q
-        accepted = uniforms[:, i - 1, None] < h
-        num_accepted = num_accepted.masked_fill(accepted, i)
-        bonus_from = residual(w * p[:, i], q[:, i]).where(accepted, bonus_from)
-    return num_accepted.squeeze(1), inverse_cdf(bonus_from, uniforms[:, -1])
+    s = tokens[..., None]
+    ratio = (p[:, :lookahead].gather(-1, s) / q.gather(-1, s)).squeeze(-1)   # [B, K]
+    w = [torch.ones_like(p[:, 0, 0])]                                        # K+1 of [B]
+    for i in range(lookahead):
+        w.append((w[i] * ratio[:, i]).clamp(max=1))
+    w = torch.stack(w, 1)                                                    # [B, K+1]
+    weighted = w[..., None] * p                                              # [B, K+1, V]
+    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                        # [B, K+1, V]
+    S = (weighted - q).clamp(min=0).sum(-1)                                  # [B, K+1]
+    h = torch.where(w < 1, S / (S + 1 - w), 1.0)                             # 0 / 0 where p = q
+    accepted = pad(uniforms[:, :lookahead] < h[:, 1:], (1, 0), value=True)   # [B, K+1]
+    place = torch.arange(lookahead + 1, device=p.device)
+    num_accepted = (accepted * place).amax(1)                                # [B]
+    row = torch.arange(rows, device=p.device)
+    r = residual(weighted[row, num_accepted], q[row, num_accepted])          # [B, V]
+    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])
 
 
 VERIFICATIONS["block"] = block_verify

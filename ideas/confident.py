@@ -3,30 +3,50 @@ Theorem 12 has one acceptance rate for all tokens and rounds."""
 import torch
 from torch.nn.functional import pad
 
-from cache import BACKUP, FAN_OUT_POLICIES, Speculation, best_fan_out, geometric_fan_out, power_law
-from draft_worker import FAN_OUTS_BY_ROUND, DraftWorker
+from cache import BACKUP, Speculation, best_fan_out, power_law
+from draft_worker import DraftWorker
 from engine.model import to_device
+from ideas import SPECULATORS
 
 
-def confident_fan_out(draft: DraftWorker, speculation: Speculation) -> torch.Tensor:
-    """Return the F_0..F_K of this round, `[B, K+1]`, in host memory. With the draft model's q of
-    this round, a drafted token s_i is accepted with a probability that we take to be
+class ConfidentDraft(DraftWorker):
+    """Shares the budget out by the draft model's own q. That q has no temperature, top-k or top-p:
+    a greedy q would be sure of itself, and nothing would be guessed for k < K."""
 
-        a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which makes
-                                           a_i = a at q(s_i) = 1/3, or 0 if that is negative
-        a_i = min(1, q(s_i) / sent(s_i))   where another backup drew it, from `sent`."""
-    plan = draft.plan
-    q = draft.trunk_logits.to(draft.q_template.dtype).softmax(-1)         # [B, K+1, V]
-    drafted = to_device(speculation.tokens, q.device)[..., None]          # [B, K, 1]
-    q_drafted = q[:, :-1].gather(-1, drafted)                             # [B, K, 1]
-    a = torch.tensor(plan.acceptance_rates)[speculation.source].to(q)     # [B]
-    c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]                       # [B, 1, 1]
-    accepted = c + (1 - c) * q_drafted                                    # [B, K, 1]
-    if plan.backup != "neural":
-        sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
-        by_backup = to_device(speculation.source == BACKUP, q.device)[:, None, None]
-        accepted = (q_drafted / sent).clamp(max=1).where(by_backup, accepted)
-    return likeliest(q, drafted, accepted.squeeze(-1), plan.miss_exponent, plan.budget).cpu()
+    def __init__(self, *arguments, settings):
+        """`settings` have a of the primary and of a backup, and r."""
+        super().__init__(*arguments)
+        a = settings.acceptance_rate
+        a_backup = settings.backup_acceptance_rate
+        self.acceptance_rates = torch.tensor([a, a if a_backup is None else a_backup])
+        self.miss_exponent = settings.miss_exponent
+
+    def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
+        self.q = logits.to(self.q_template.dtype).softmax(-1)  # [B, K+1, V], for `fan_out`
+        return super().candidates(logits, speculation)
+
+    def fan_out(self, speculation: Speculation) -> torch.Tensor:
+        """Return the F_0..F_K of this round, `[B, K+1]`, in host memory. A drafted token s_i is
+        accepted with a probability that we take to be
+
+            a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which
+                                               makes a_i = a at q(s_i) = 1/3, or 0 if negative
+            a_i = min(1, q(s_i) / sent(s_i))   where another backup drew it, from `sent`."""
+        if speculation.tokens.shape[1] == 0:
+            return super().fan_out(speculation)
+        drafted = to_device(speculation.tokens, self.q.device)[..., None]     # [B, K, 1]
+        q_drafted = self.q[:, :-1].gather(-1, drafted)                        # [B, K, 1]
+        a = self.acceptance_rates[speculation.source].to(self.q)              # [B]
+        c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]                       # [B, 1, 1]
+        accepted = c + (1 - c) * q_drafted                                    # [B, K, 1]
+        if self.plan.backup != "neural":
+            sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
+            by_backup = to_device(speculation.source == BACKUP, self.q.device)[:, None, None]
+            accepted = (q_drafted / sent).clamp(max=1).where(by_backup, accepted)
+        fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.miss_exponent,
+                            self.plan.budget).cpu()
+        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
+        return fan_out
 
 
 def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
@@ -55,5 +75,4 @@ def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
     return best_fan_out(likelihood, right, budget)                        # [B, K+1]
 
 
-FAN_OUT_POLICIES["confident"] = geometric_fan_out  # the F of section 4.2, which cannot wait
-FAN_OUTS_BY_ROUND["confident"] = confident_fan_out
+SPECULATORS["confident"] = ConfidentDraft

@@ -2,8 +2,9 @@
 before (Saxena 2023). It takes no time, and in texts that repeat themselves it is often right."""
 import torch
 
-from draft_worker import ACCEPTANCE_RATES, BACKUPS, Drafted, DraftWorker
+from draft_worker import BACKUPS, Drafted, DraftWorker
 from engine.model import to_device
+from ideas import ACCEPTANCE_RATES
 from sampling import point_mass
 
 MAX_MATCH = 16  # tokens: longer matches are equally good

@@ -1,21 +1,22 @@
 """Decodes prompts: models, workers and settings, put together around saguaro.py's two columns."""
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Callable
 
 import torch
 
-import ideas  # noqa: F401  they register themselves
 from cache import FAN_OUT_POLICIES, choose_backup
 from cli.settings import Settings
-from draft_worker import ACCEPTANCE_RATES, BACKUPS, FAN_OUTS_BY_ROUND, DraftWorker, Plan
+from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
+from ideas import ACCEPTANCE_RATES, SPECULATORS, VERIFICATIONS
 from run.job import Job, Models, checked_prompts
 from run.placement import gather
 from run.screen import Display
 from run.stats import Stats, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
-from sampling import VERIFICATIONS, Sampler
+from sampling import Sampler
 from target_worker import TargetWorker
 
 # (row, new tokens, source), after every round; if it returns False, the row's text ends there
@@ -41,7 +42,10 @@ class Decoder:
                                        VERIFICATIONS[settings.verification])
         self.draft = None
         if models.draft and settings.mode != "ar":
-            self.draft = DraftWorker(models.draft, sampler, settings.seed, plan)
+            make = DraftWorker
+            if settings.fan_out in SPECULATORS:
+                make = partial(SPECULATORS[settings.fan_out], settings=settings)
+            self.draft = make(models.draft, sampler, settings.seed, plan)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
             width = models.vocab_size if settings.temperature else 0
@@ -121,9 +125,8 @@ def make_plan(settings: Settings) -> Plan:
     if settings.verification not in VERIFICATIONS:
         raise UserError(f"--verification {settings.verification}: there are "
                         f"{', '.join(VERIFICATIONS)}")
-    rates = (settings.acceptance_rate, acceptance_after(settings, backup))
-    return Plan([fan_out, fan_out_with(settings, rates[1])], backup, critical_batch_size,
-                FAN_OUTS_BY_ROUND.get(settings.fan_out), rates, settings.miss_exponent)
+    after_backup = fan_out_with(settings, acceptance_after(settings, backup))
+    return Plan([fan_out, after_backup], backup, critical_batch_size)
 
 
 def acceptance_after(settings: Settings, backup: str) -> float:
@@ -135,18 +138,20 @@ def acceptance_after(settings: Settings, backup: str) -> float:
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
     """Return F_0..F_K as --fan-out says: by the policy of that name, or as given by hand,
-    4,3,2,1,2. All are 0 in sd, where nothing is prepared."""
-    shape, budget, K = settings.fan_out, settings.budget, settings.lookahead
-    with reported_as(f"--fan-out {shape}", ValueError):
-        if shape in FAN_OUT_POLICIES:
-            shape = FAN_OUT_POLICIES[shape](budget, K, acceptance_rate, settings.miss_exponent)
-        elif shape.replace(",", "").isdecimal():
-            shape = [int(F) for F in shape.split(",")]
+    4,3,2,1,2. A speculator of that name finds its own in each round: then these are the F of
+    section 4.2. All are 0 in sd, where nothing is prepared."""
+    name, budget, K = settings.fan_out, settings.budget, settings.lookahead
+    policies = FAN_OUT_POLICIES | dict.fromkeys(SPECULATORS, FAN_OUT_POLICIES["geometric"])
+    with reported_as(f"--fan-out {name}", ValueError):
+        if name in policies:
+            fan_out = policies[name](budget, K, acceptance_rate, settings.miss_exponent)
+        elif name.replace(",", "").isdecimal():
+            fan_out = [int(F) for F in name.split(",")]
         else:
-            raise ValueError(f"neither {' nor '.join(FAN_OUT_POLICIES)} nor numbers, F_0,...,F_K")
-        if len(shape) != K + 1 or min(shape) < 0 or sum(shape) != budget:
-            raise ValueError(f"{shape} is not {K + 1} numbers, F_0 to F_K, of sum {budget}")
-    return [0] * len(shape) if settings.mode == "sd" else shape
+            raise ValueError(f"neither {' nor '.join(policies)} nor numbers, F_0,...,F_K")
+        if len(fan_out) != K + 1 or min(fan_out) < 0 or sum(fan_out) != budget:
+            raise ValueError(f"{fan_out} is not {K + 1} numbers, F_0 to F_K, of sum {budget}")
+    return [0] * len(fan_out) if settings.mode == "sd" else fan_out
 
 
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
