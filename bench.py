@@ -272,7 +272,10 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         f"SSD, budget {largest}": {"budget": largest},
         "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
     if temperature:
-        lines[f"SSD, budget {largest}, C = 0.75"] = {"budget": largest, "downweight": 0.75}
+        lines |= {
+            f"SSD, budget {largest}, C = 0.75": {"budget": largest, "downweight": 0.75},
+            "SD, block": {"mode": "sd", "verification": "block"},
+            f"SSD, budget {largest}, block": {"budget": largest, "verification": "block"}}
     points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))

@@ -17,7 +17,7 @@ Speed. What is proposed decides how fast the text comes, never which text.
 
 How does one test a *distribution*? With a vocabulary of 6 there are only 6^3 = 216 texts of three
 tokens, and the target's probability of each is a product of three softmaxes. We let SSD write
-120,000 texts and count (in one setting; 30,000 in three others). If the program is right, the count
+120,000 texts and count (in one setting; 30,000 in the others). If the program is right, the count
 O of a text differs from the expected E by chance alone, by about sqrt(E), and Pearson's
 
     chi-square = sum over texts of (O - E)^2 / E
@@ -593,7 +593,7 @@ MISTAKES = {
 
 
 CONTROL = dict(temperature=0.7, downweight=0.5)
-UNCHANGED = ("the program as it is",)
+UNCHANGED = ("the program as it is", "block verification")
 
 
 def planted(monkeypatch, name: str) -> dict:

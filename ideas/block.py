@@ -1,7 +1,6 @@
 """Block verification (`--verification block`): all K tokens together (Sun et al. 2024,
 arXiv:2403.10444). It keeps the target's distribution, too, and accepts more tokens."""
 import torch
-from torch.nn.functional import pad
 
 from ideas import VERIFICATIONS
 from sampling import inverse_cdf, point_mass, residual
@@ -32,21 +31,21 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     if not q.shape[-1]:
         q = point_mass(tokens, like=p)
     s = tokens[..., None]
-    ratio = (p[:, :lookahead].gather(-1, s) / q.gather(-1, s)).squeeze(-1)   # [B, K]
-    w = [torch.ones_like(p[:, 0, 0])]                                        # K+1 of [B]
+    ratio = (p[:, :lookahead].gather(-1, s) / q.gather(-1, s)).squeeze(-1)  # [B, K]
+    w = [torch.ones_like(p[:, 0, 0])]                                       # K+1 of [B]
     for i in range(lookahead):
         w.append((w[i] * ratio[:, i]).clamp(max=1))
-    w = torch.stack(w, 1)                                                    # [B, K+1]
-    weighted = w[..., None] * p                                              # [B, K+1, V]
-    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                        # [B, K+1, V]
-    S = (weighted - q).clamp(min=0).sum(-1)                                  # [B, K+1]
-    h = torch.where(w < 1, S / (S + 1 - w), 1.0)                             # 0 / 0 where p = q
-    accepted = pad(uniforms[:, :lookahead] < h[:, 1:], (1, 0), value=True)   # [B, K+1]
+    w = torch.stack(w, 1)                                                   # [B, K+1]
+    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                       # [B, K+1, V]
+    weighted = w[..., None] * p                                             # [B, K+1, V]
+    S = (weighted - q).clamp_(min=0).sum(-1)                                # [B, K+1]
+    h = torch.where(w < 1, S / (S + 1 - w), 1.0)                            # 0 / 0 where p = q
+    accepted = uniforms.roll(1, 1) < h       # [B, K+1], at place 0 always, because h_0 = 1
     place = torch.arange(lookahead + 1, device=p.device)
-    num_accepted = (accepted * place).amax(1)                                # [B]
+    num_accepted = (accepted * place).amax(1)                               # [B]
     row = torch.arange(rows, device=p.device)
-    r = residual(weighted[row, num_accepted], q[row, num_accepted])          # [B, V]
-    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])
+    r = residual(weighted[row, num_accepted], q[row, num_accepted])         # [B, V]
+    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])             # [B], [B]
 
 
 VERIFICATIONS["block"] = block_verify
