@@ -6,6 +6,7 @@ Starting a process costs seconds, most of them for importing PyTorch. So command
 process (`obey`), or in ranks forked from a process that has done the imports (`in_ranks`); very few
 are started as a user starts them.
 """
+import ast
 import builtins
 import copy
 import errno
@@ -41,6 +42,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 import cache
 import draft_worker
 import run
+import test_equivalence
 from cache import PRIMARY, RowRound
 from cli import launch
 from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
@@ -706,8 +708,6 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
 
     readme = (ROOT / "README.md").read_text("utf-8")
     for sentence in (
-            f"SSD is {metric('comparison', 'SSD', 0, '/ SD')} x as fast as speculative decoding "
-            f"and {metric('comparison', 'SSD', 0, '/ AR')} x as fast as the target alone",
             f"{hits('geometric', 'random')} of outcomes, uniform {hits('uniform', 'random')}",
             f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",
             f"hits rise from {bent('hit_rate', 1)} to {bent('hit_rate', 0)}",
@@ -716,6 +716,25 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
             f"and {speed('neural', 16)} at 16",
             f"random tokens {speed('random', 1)}"):
         assert sentence in readme, sentence
+
+
+def lines_of_code(file: Path) -> int:
+    """Lines without docstrings, comments and blank ones."""
+    text = file.read_text("utf-8")
+    docstrings = [node for node in ast.walk(ast.parse(text))
+                  if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    skipped = {line for node in docstrings for line in range(node.lineno, node.end_lineno + 1)}
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in skipped
+               for number, line in enumerate(text.splitlines(), start=1))
+
+
+def test_readme_tells_how_small_the_program_is_and_how_many_mistakes_are_found():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    lines = sum(lines_of_code(ROOT / f"{name}.py") for name in (
+        "sampling", "cache", "target_worker", "draft_worker", "saguaro"))
+    assert f"together {lines} lines of code" in readme and lines <= 500
+    assert f"{len(test_equivalence.MISTAKES)} mistakes planted" in readme
+    assert f"plants the {len(test_equivalence.MISTAKES)} mistakes" in readme
 
 
 def test_readme_and_porting_name_what_exists():
