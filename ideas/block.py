@@ -1,5 +1,11 @@
 """Block verification (`--verification block`): all K tokens together (Sun et al. 2024,
-arXiv:2403.10444). It keeps the target's distribution, too, and accepts more tokens."""
+arXiv:2403.10444). It keeps the target's distribution, too, and accepts more tokens.
+
+P(k) is then no a^k (1 - a), so there is no a to report, and Theorem 12's shape and `--backup auto`
+are those of the paper's rule. A token's place in its round is not settled before it is drawn. Yet
+the tokens of each place are distributed as the target's, because where a round ended earlier, the
+next one begins with a fresh draw.
+"""
 import torch
 
 from ideas import VERIFICATIONS

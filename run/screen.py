@@ -84,7 +84,8 @@ class Display:
     def group(self, row: int, num_tokens: int, source: int) -> list[str]:
         """Return the group of each new token for the audit: whether its round began with a hit, and
         its place in the round. Both are settled before the token is drawn, so the tokens of each
-        group are distributed as the target's, too."""
+        group are distributed as the target's, too. In block verification the place is settled
+        later; yet each place has the target's distribution, see ideas/block.py."""
         if not self.groups[row]:
             return ["round 0"]
         began = "hit" if source == PRIMARY else "miss"
@@ -138,8 +139,10 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     settings = job.settings
     placement = job.placement
     print(f"{summary['tokens']} tokens with {settings.mode}:")
+    says_nothing = {("hit_rate", "sd"), ("acceptance_rate", "block")}
     for name, title, form, meaning in REPORT:
-        if summary[name] is not None and (name, settings.mode) != ("hit_rate", "sd"):
+        chosen = {(name, settings.mode), (name, settings.verification)}
+        if summary[name] is not None and not chosen & says_nothing:
             print_line(title, f"{summary[name]:{form}}", meaning)
     if settings.mode == "sd" and summary["T_b"] is not None:
         print_line("drafting (T_SD)", f"{summary['T_b']:.2f}",
