@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import json
 import platform
 import sys
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -88,8 +89,8 @@ class Point(NamedTuple):
 # ---- what is counted, what is predicted, what is measured ----
 
 class Bench:
-    """Counts, predicts and measures points. Rank 0 holds the target and SD's draft, rank 1 SSD's
-    draft. Both make the same calls in the same order. Rank 1 gets rank 0's numbers."""
+    """Counts, predicts and measures points, on rank 0, which holds the target and SD's draft. Rank
+    1 holds SSD's draft, and decodes what rank 0 asks for (`assist`)."""
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
@@ -101,13 +102,13 @@ class Bench:
         self.models = self.job.load()
         draft = self.job.load_draft() if self.leads else self.models.draft
         self.sd_models = self.models._replace(placement=None, draft=draft)
-        self.prompts = self.job.prompts[:3 if settings.quick else None]
+        self.prompts = self.job.prompts
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
         if self.leads:
             decoder.target.model.allocate(max(SLOWER), self.job.max_length, largest.lookahead)
         decoder.draft.start(max(SLOWER) * [[0]], self.job.max_length)  # reads nothing
-        self.stats = {}  # of what was decoded, by settings, in turns or not, and number of texts
+        self.stats = {}  # of what was decoded: by way, as JSON, and number of texts
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
@@ -167,32 +168,47 @@ class Bench:
         return self.settings.to_settings(**always | point.changes | baseline)
 
     def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
-        """Return rank 0's statistics of every point, on both ranks. No point is decoded twice. All
-        points decode their first batch, then their next, so that what disturbs the machine disturbs
-        all."""
-        keys = [f"{self.settings_of(point)} {point.in_turns} {len(texts)}" for point in points]
-        new = {key: self.decoder(point, texts)
-               for key, point in dict(zip(keys, points)).items() if key not in self.stats}
+        """Return the statistics of every point. No point is decoded twice."""
+        keys = [json.dumps([asdict(self.settings_of(point)), point.in_turns, len(texts)])
+                for point in points]
+        new = [key for key in dict.fromkeys(keys) if key not in self.stats]
+        if new:
+            ways = [json.loads(key)[:2] for key in new]
+            gather([ways, texts])  # rank 1 hears of it
+            self.stats |= dict(zip(new, self.take_turns(ways, texts)))
+        return [self.stats[key] for key in keys]
+
+    def assist(self) -> None:
+        """Be rank 1: decode what rank 0 asks for, until it has all that it wants."""
+        while asked := gather(None)[0]:
+            self.take_turns(*asked)
+
+    def release(self) -> None:
+        """Let rank 1 go."""
+        gather(None)
+
+    def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
+        """Decode in these ways, each given as (settings, in turns): in all of them the first batch,
+        then the next, so that what disturbs the machine disturbs all. Returns their statistics."""
+        decoders = [self.decoder(Settings(**choices), in_turns, texts)
+                    for choices, in_turns in ways]
         batches = []
-        for decoder in new.values():
+        for decoder in decoders:
             size = decoder.settings.batch_size
             few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
             batches.append(batches_of(texts[:few], size))
         for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
-                         disable=not (self.leads and new)):
-            for decoder, batch in zip(new.values(), turn):
+                         disable=not self.leads):
+            for decoder, batch in zip(decoders, turn):
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier(self.job.placement.patient_group)
-        found = gather({key: vars(decoder.stats) for key, decoder in new.items()})
-        self.stats |= {key: Stats(**told) for key, told in found[0].items()}
-        return [self.stats[key] for key in keys]
+        return [decoder.stats for decoder in decoders]
 
-    def decoder(self, point: Point, texts: list[list[int]]) -> Decoder:
-        """Make a decoder for this point. On GPUs it has warmed up."""
-        settings = self.settings_of(point)
-        overlaps = settings.mode == "ssd" and not point.in_turns
+    def decoder(self, settings: Settings, in_turns: bool, texts: list[list[int]]) -> Decoder:
+        """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
+        overlaps = settings.mode == "ssd" and not in_turns
         decoder = Decoder(settings, self.models if overlaps else self.sd_models)
         if self.job.placement.any_gpu and (self.leads or decoder.placement):
             warm_up(settings, decoder.models, texts)
@@ -247,7 +263,7 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
     by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / parts["T_v in ms"]
     shown = by_theorem_7 if speed is None else speed
     return parts | {
-        "name": point.name, "value": point.value, "counted": speed is None, "with": point.changes,
+        "name": point.name, "value": point.value, "predicted": speed is None, "with": point.changes,
         "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None: no line
         "lookahead": 0 if settings.mode == "ar" else settings.lookahead, "C": settings.downweight,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
@@ -283,9 +299,8 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     for f in found:
         f |= {"/ AR": f["tokens/s"] / ar["tokens/s"], "/ SD": f["tokens/s"] / sd["tokens/s"],
               "by Theorem 7": f["Theorem 7"] / sd["Theorem 7"], "Cor. 9": bounds(f, sd)}
-    if bench.leads:
-        print_table(f"temperature {temperature:g}", COMPARED, found)
-        print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
+    print_table(f"temperature {temperature:g}", COMPARED, found)
+    print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
     return found
 
 
@@ -294,7 +309,7 @@ def side_by_side(bench: Bench) -> None:
     turns, while the other model is idle, and how long while it works (medians)."""
     points = [Point("", 0, {}, in_turns) for in_turns in (True, False)]
     found = bench.decode(points, bench.texts(*FEW))
-    for works in (("verify",), ("trunk", "tree")) if bench.leads else ():
+    for works in (("verify",), ("trunk", "tree")):
         idle, working = [median_ms(stats, *works) for stats in found]
         print(f"{' + '.join(works)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
               f"at work, {working / idle:.2f} x")
@@ -357,14 +372,13 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
     found += bench.measure(to_measure, texts)
-    if bench.leads:
-        print_table(name, ("value", "counted", *COLUMNS), found)
-        for f in found:
-            tables = f.pop("guess_counts", None)
-            if name == "fan-out":
-                f["right_guesses"] = tables.sum(1).tolist()
-                a, r = fit_shape(tables[PRIMARY]).values()
-                print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
+    print_table(name, ("value", "predicted", *COLUMNS), found)
+    for f in found:
+        tables = f.pop("guess_counts", None)
+        if name == "fan-out":
+            f["right_guesses"] = tables.sum(1).tolist()
+            a, r = fit_shape(tables[PRIMARY]).values()
+            print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
     for f, stats in zip(found, bench.decode(to_measure, texts)) if name == "timeline" else ():
         f["spans"] = [span[1:4] for span in stats.spans]
     return found
@@ -549,13 +563,15 @@ def main(settings: BenchSettings) -> None:
         with reported_as(f"--figures {settings.figures!r}", OSError):
             TemporaryFile(dir=settings.figures).close()
     bench = Bench(settings)
+    if not bench.leads:
+        return bench.assist()
+    if settings.quick:
+        bench.prompts = bench.prompts[:3]
     if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
         settings.pace = (0.0, 0.0)
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
-    # rank 1 has no part in figures that decode nothing
-    names = [name for name in names if bench.leads or name not in UNDECODED]
     results = []
     for name in names:
         if name == "comparison":
@@ -564,15 +580,13 @@ def main(settings: BenchSettings) -> None:
                                              f["tokens/s"]))
         else:
             found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
-            if bench.leads:
-                draw.figure(settings.figures, name, found)
+            draw.figure(settings.figures, name, found)
         results += [{"sweep": name} | f for f in found]
-    if bench.leads:
-        whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
-        print(f"\n{whole['machine']}")
-        with open_for_writing("--out", settings.out) as file:
-            json.dump(whole, file, indent=1)
+    whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
+    print(f"\n{whole['machine']}")
+    with open_for_writing("--out", settings.out) as file:
+        json.dump(whole, file, indent=1)
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
-        if bench.leads:
-            print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
+        print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
+    bench.release()

@@ -58,8 +58,9 @@ def audit(told: Replayed) -> Finding:
     whether it goes on was settled before the next token was drawn. But the token that ended it
     belongs to it, and a text that was cut off or left out for what it held is missed. For the same
     reason a *group* must be settled before its token is drawn ("the round began with a miss",
-    "third of its round"). "Accepted" and "bonus" are not: accepted tokens are likelier than drawn
-    ones, and a correct program would fail. Texts must be independent: two of one seed are one.
+    "third of its round"; ideas/block.py says why this one is allowed in block verification, too).
+    "Accepted" and "bonus" are not: accepted tokens are likelier than drawn ones, and a correct
+    program would fail. Texts must be independent: two of one seed are one.
 
     False alarms: a correct program fails with probability below 16 ALPHA = 1.6e-5 per group. With
     small counts p-values below ALPHA come too often: with 20 in each of 10 or 20 bins 1.5 to 1.8

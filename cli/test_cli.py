@@ -693,7 +693,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
     def metric(sweep: str, name: str, value: float, key: str, **choices) -> str:
         number, = [f[key] for f in launch_results()
                    if (f["sweep"], f["name"], f.get("value")) == (sweep, name, value)
-                   and (f["counted"] or sweep == "comparison")
+                   and (f["predicted"] or sweep == "comparison")
                    and choices.items() <= f["with"].items()]
         return f"{number:.2f}"
 
@@ -1532,8 +1532,8 @@ def test_the_benchmark_counts_predicts_and_measures():
     assert [(s.pace, s.batch_size, s.budget) for s in decoded] == [
         ((0.0, 0.0), 8, 64), ((200, 20), 4, 24)]
     assert (predicted["T_v in ms"], predicted["T_p"], predicted["T_b"]) == (100, 0.3, 0.2)
-    assert predicted["counted"] and predicted["tokens/s"] == pytest.approx(1000 * 4 * 2 / 100)
-    assert not measured["counted"] and measured["T_v in ms"] == pytest.approx(100)
+    assert predicted["predicted"] and predicted["tokens/s"] == pytest.approx(1000 * 4 * 2 / 100)
+    assert not measured["predicted"] and measured["T_v in ms"] == pytest.approx(100)
     assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
     assert measured["verifier_utilisation"] == pytest.approx(2 * 0.2 / 0.5)
 
@@ -1580,7 +1580,7 @@ def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words
     job = SimpleNamespace(placement=placement, dtype=torch.float32)
     paces = []
     monkeypatch.setattr(bench_py, "Bench", lambda settings: SimpleNamespace(
-        settings=settings, job=job, leads=True))
+        settings=settings, job=job, leads=True, release=lambda: None))
     monkeypatch.setattr(bench_py, "comparison", lambda bench, heat: paces.append(
         bench.settings.pace) or [{"temperature": heat, "tokens/s": 9 - heat,
                                   "with": {"temperature": heat}}])
@@ -1658,7 +1658,8 @@ def test_the_frontier_of_the_log_is_predicted_by_corollary_16():
     """SD verifies 7 tokens a row and waits for its draft; a verification of n tokens takes 14.75 +
     0.0426 n ms."""
     log = read(ROOT / "figures/logs.json")["h100"]
-    rows = {(f["name"], f["batch size"], f["counted"]): f["tokens/s"] for f in draw.h100_rows(log)}
+    rows = {(f["name"], f["batch size"], f["predicted"]): f["tokens/s"]
+            for f in draw.h100_rows(log)}
     backup = log["rounds"][-1]["backup"]
     assert rows["AR", 16, True] == pytest.approx(16 / (0.01475 + 16 * 4.26e-5), rel=5e-3)
     for b in (1, 16):

@@ -30,8 +30,6 @@ class PageSettings(DecodingSettings):
     pace: tuple[float, float] = pace_option((75.5, 8.75))
     out: str = option("page", "page.html", "the page to write", metavar="FILE")
 
-    quick = False  # no option, but `Bench` reads it
-
     def __post_init__(self):
         super().__post_init__()
         if len(self.prompt) > 1:

@@ -35,7 +35,7 @@ def timed(bench: Bench, line: dict) -> dict:
     """Decode as for this line of the comparison. Rank 0 gets rounds and spans, in seconds. Raises
     `UserError` if more than 2% of the passes were late."""
     text = bench.prompts[:1]
-    decoder = bench.decoder(Point("", 0, line["with"]), text)
+    decoder = bench.decoder(bench.settings_of(Point("", 0, line["with"])), False, text)
     rounds = []
     if bench.leads or decoder.settings.mode == "ssd":
         warm_up(decoder.settings, decoder.models, text)

@@ -87,7 +87,7 @@ def test_the_lecturer_has_the_counts_of_the_figure():
     for name in ("C", "hit_rate", "acceptance_rate", "tokens_per_round", "tokens a verification"):
         form = "g" if name == "C" else ".2f"
         numbers = [f"{f[name]:{form}}" for f in found
-                   if f["sweep"] == "downweight" and f["counted"]]
+                   if f["sweep"] == "downweight" and f["predicted"]]
         assert f"| {' | '.join(numbers)} |" in text, name
 
 

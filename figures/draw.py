@@ -61,7 +61,7 @@ def figure(folder: str, name: str, found: list[dict]) -> None:
             draw_lines(ax, found, *panel)
         if name in SPECIAL:
             SPECIAL[name](found, axes)
-        if len({f.get("counted") for f in found}) == 2:
+        if len({f.get("predicted") for f in found}) == 2:
             lines = "rates counted, speed predicted" if name == "downweight" else "predicted"
             drawn.supxlabel(f"lines: {lines}; points: measured", fontsize=7, color=GREY)
         drawn.savefig(f"{folder}/{name}.svg", metadata={"Date": None})
@@ -69,14 +69,15 @@ def figure(folder: str, name: str, found: list[dict]) -> None:
 
 
 def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
-    """A line for each name, of what was counted, and the points that were measured."""
+    """A line for each name, of what was predicted, and the points that were measured."""
     found = [f for f in found if f.get(y) is not None]
     for name in dict.fromkeys(f["name"] for f in found):
-        counted, measured = [[f for f in found if f["name"] == name and f["counted"] == is_counted]
-                             for is_counted in (True, False)]
+        rows = [f for f in found if f["name"] == name]
+        line = [f for f in rows if f["predicted"]]
+        points = [f for f in rows if not f["predicted"]]
         colour = COLOURS.get(name, SSD)
-        ax.plot([f[x] for f in counted], [f[y] for f in counted], color=colour, label=name)
-        ax.plot([f[x] for f in measured], [f[y] for f in measured], "o", color=colour)
+        ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, label=name)
+        ax.plot([f[x] for f in points], [f[y] for f in points], "o", color=colour)
     ax.margins(y=0.12)
     ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
     if x == "C":
@@ -176,7 +177,7 @@ def frontier(found: list[dict], axes) -> None:
         for f in rows:
             f |= {USER: f["tokens/s"] / f["batch size"], OWNER: f["tokens/s"] / DEVICES[f["name"]]}
         draw_lines(ax, rows, USER, OWNER)
-        lines = [f for f in rows if f["counted"]]
+        lines = [f for f in rows if f["predicted"]]
         for b in dict.fromkeys(f["batch size"] for f in lines):
             x, y = zip(*[(f[USER], f[OWNER]) for f in lines if f["batch size"] == b])
             ax.plot(x, y, ":", color=GREY, linewidth=0.8, zorder=0)
@@ -221,7 +222,7 @@ def h100_rows(log: dict) -> list[dict]:
             speed = throughput(*counts, T_p / T_v, T_b / T_v, b) / T_v
             rows.append((name, b, 1000 * b * speed, True))
         rows.append(("SSD, neural backup", b, f["tokens/s"], False))
-    return [dict(zip(("name", "batch size", "tokens/s", "counted"), row)) for row in rows]
+    return [dict(zip(("name", "batch size", "tokens/s", "predicted"), row)) for row in rows]
 
 
 def growth(found: list[dict], axes) -> None:

@@ -18,10 +18,6 @@ class Stats:
     spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
     guesses: tuple[list, list] = ([], [])  # `GuessCounts.tables`
 
-    def __post_init__(self):
-        """Make a `RowRound` of each row that another rank has sent: JSON made lists of them."""
-        self.log = [(*times, [RowRound(*row) for row in rows]) for *times, rows in self.log]
-
     def add(self, ranks: list[tuple[list, list]]) -> None:
         """Add, of every rank, the spans of a batch, and `GuessCounts.tables` of all so far."""
         for rank, (spans, guesses) in enumerate(ranks):
