@@ -507,7 +507,8 @@ def test_a_late_machine_makes_no_page(monkeypatch, kept):
             on_tokens(0, [7], 1)
 
     decoder = Decoder(stats=stats, settings=SimpleNamespace(mode="sd"), models=None)
-    bench = SimpleNamespace(prompts=[[1]], leads=True, decoder=lambda *_: decoder)
+    bench = SimpleNamespace(prompts=[[1]], leads=True, settings_of=lambda point: None,
+                            decoder=lambda *_: decoder)
     if kept < 0.98:
         with pytest.raises(UserError, match="97% of the passes kept --pace"):
             page.timed(bench, {"with": {}})
