@@ -284,7 +284,7 @@ def test_what_a_verification_makes_of_many_drafts_has_the_targets_distribution(r
 
 
 def test_block_verification_has_the_targets_joint_distribution():
-    """The example of docs/PORTING.md: the same p and q at every place, K = 2; and P(k)."""
+    """The example of ideas/block.py: the same p and q at every place, K = 2; and P(k)."""
     n = 200_000
     p = torch.tensor([1/2, 1/4, 1/4]).expand(n, 3, 3)
     q = torch.tensor([1/8, 3/4, 1/8]).expand(n, 2, 3)
