@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -63,10 +64,15 @@ if os.name == "nt":
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
-PREPARE_PROCESS = launch.prepare_process  # tests in this process replace it
+PREPARE_PROCESS = launch.prepare_process  # tests in this process replace these
+DRAFT_RANK = launch.draft_rank
 
 
 # ---- helpers ----
+
+def refuse(*_, **__) -> None:
+    raise PermissionError
+
 
 def no_driver() -> None:
     raise RuntimeError("Found no NVIDIA driver")
@@ -964,27 +970,32 @@ if os.getuid() == 0:
     os.setuid(65534)
 print("ready", flush=True)
 for port in sys.stdin:
+    for folder in glob.glob(tempfile.gettempdir() + "/.saguaro-*"):
+        try:
+            print("a folder", os.listdir(folder), flush=True)
+        except OSError:
+            print("kept out", flush=True)
     try:
         store = dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=1))
         print("a store", store.num_keys(), flush=True)
     except Exception as problem:
         print("told nothing", flush=True)
-    for folder in glob.glob(tempfile.gettempdir() + "/saguaro-*"):
-        try:
-            print("a folder", os.listdir(folder), flush=True)
-        except OSError:
-            print("kept out", flush=True)
 """
 
 
 @slow
 def test_another_account_is_told_nothing_and_stops_nothing(tmp_path):
-    """It asks every port of the two ranks for a store. Only root can be another account."""
+    """It asks every port of the two ranks for a store, and looks into the folder in which they
+    meet. Only root can be another account."""
+    shared = tempfile.TemporaryDirectory()
+    os.chmod(shared.name, 0o1777)
+    environment = os.environ | {"TMPDIR": shared.name}
     intruder = subprocess.Popen([sys.executable, "-c", INTRUDER], text=True, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert intruder.stdout.readline() == "ready\n"
     words = [sys.executable, ROOT / "saguaro.py", "--max-new-tokens", "4", "x"]
-    ranks = psutil.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ranks = psutil.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=environment)
     asked = set()
     while ranks.poll() is None:
         for rank in (ranks, *ranks.children()):
@@ -998,20 +1009,78 @@ def test_another_account_is_told_nothing_and_stops_nothing(tmp_path):
     told = set(intruder.communicate(timeout=100)[0].splitlines())
     assert ranks.returncode == 0 and b"error" not in ranks.stderr.read()
     assert "told nothing" in told, "gloo listened"
-    assert told <= {"told nothing", "kept out"} or os.getuid() > 0
+    assert told == {"told nothing", "kept out"} or os.getuid() > 0
 
 
-def join_as_intruder(store: Path) -> str:
-    """A rank's job. Rank 1 has no right to be there, so it does not know what the other wrote."""
+def test_a_folder_that_a_killed_run_left_is_removed_by_a_later_one(tmp_path, monkeypatch):
+    """Neither one that may be in use, nor another account's, nor a link to what is not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / ".saguaro-link").symlink_to(mine)
+    for name in (".saguaro-old", ".saguaro-new", ".saguaro-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store").touch()
+    for name in (".saguaro-old", ".saguaro-other", "mine"):
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / ".saguaro-link", (0, 0), follow_symlinks=False)
+    lstat = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(
+        st_mtime=lstat(path).st_mtime, st_uid=os.getuid() + path.name.endswith("other")))
+    with pytest.raises(PermissionError), DRAFT_RANK("run"):
+        pass
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {".saguaro-new", ".saguaro-other", ".saguaro-link", "mine"}
+
+
+@pytest.mark.parametrize("way, home", (("saguaro", "home"), ("run", "/dev/null"),
+                                       ("transformers.models.llama.modeling_llama, run", "home")))
+def test_pytorch_runs_no_kernels_from_a_folder_that_others_can_make(way, home, tmp_path):
+    """Another account has put a file of that name into the temporary folder, at which PyTorch
+    stops. Where no home can be written a folder lasts as long as the process."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    if "llama" not in way:  # there PyTorch's compiler comes before any file of ours
+        (shared / "torchinductor_you").touch()
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"HOME": str(tmp_path / home), "TMPDIR": str(shared), "LOGNAME": "you"}
+    program = f"import os, {way}\nfolder = os.environ['TORCHINDUCTOR_CACHE_DIR']\n" \
+              "print(folder, oct(os.stat(folder).st_mode))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True,
+                         capture_output=True)
+    assert run.returncode == 0, run.stderr
+    folder, mode = run.stdout.split()
+    assert mode == "0o40700"
+    if home == "home":
+        assert folder == str(tmp_path / "home/.cache/saguaro") and Path(folder).exists()
+    else:
+        assert Path(folder).parent == shared and not Path(folder).exists()
+
+
+def join_as_intruder(store: Path, wrong: int) -> tuple[str, list[str]]:
+    """A rank's job. Rank 1 has no right to be there, so in group number `wrong` it does not know
+    what the other wrote. Returns what it ended with, and for what it would have waited."""
     os.environ[launch.STORE] = str(store)
     here = placement.Placement(Settings(device="cpu"))
+    all_gather = dist.all_gather
+    groups = []
+    waited = []
+
+    def guess(told, own, group=None) -> None:
+        if groups.append(group) or len(groups) == 1 + wrong:
+            all_gather(told, own + 1, group)
+            placement.gather({})  # it has not heard
+        all_gather(told, own, group)
+
+    placement.watch = lambda waits, *_: nullcontext(waited.append(waits))
     if here.rank == 1:
-        gather = placement.gather
-        placement.gather = lambda word: [gather("a guess") for _ in range(2)]
+        dist.all_gather = guess
     try:
         here.join({"prompt": "secret"})
     except (UserError, RuntimeError) as problem:
-        return str(problem)
+        return str(problem), waited
 
 
 @pytest.mark.parametrize("place", (1, 2))
@@ -1097,11 +1166,15 @@ def test_nothing_that_comes_from_elsewhere_is_run_as_a_program():
             assert not re.search(PICKLES, file.read_text("utf-8")), file
 
 
-def test_who_connects_in_the_place_of_a_rank_is_told_nothing(tmp_path):
-    """gloo takes the first connection to its port for the other rank's, whosoever it is."""
-    errors = in_ranks(2, join_as_intruder, tmp_path / "store", seconds=30)
-    assert errors[0] == "another program has connected in the place of a rank"
-    assert any(sign in errors[1].lower() for sign in launch.GONE), "before anything was said"
+@pytest.mark.parametrize("group", (0, 1))
+def test_who_connects_in_the_place_of_a_rank_is_told_nothing(group, tmp_path):
+    """gloo takes the first connection to a port of a group for the other rank's, whosoever it is.
+    If that one says nothing, the sentence of those who wait says so."""
+    (error, waited), (other, _) = in_ranks(2, join_as_intruder, tmp_path / "store", group,
+                                           seconds=30)
+    assert error == "another program has connected in the place of a rank"
+    assert len(waited) == 2 + group and "whose place another program may have co" in waited[-1]
+    assert any(sign in other.lower() for sign in launch.GONE), "before anything was said"
 
 
 def test_a_script_of_ones_own_leaves_its_groups_before_python_ends(tmp_path):
