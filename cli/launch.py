@@ -135,7 +135,7 @@ def exit_status(main: Callable[[], None]) -> int:
             return 141
         report(problem)
         return 1
-    except (RuntimeError, MemoryError) as problem:
+    except (RuntimeError, MemoryError, ImportError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
         message = str(problem) or type(problem).__name__
         if lacks_memory(problem):

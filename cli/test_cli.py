@@ -10,9 +10,11 @@ import builtins
 import copy
 import errno
 import gc
+import gzip
 import importlib
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -26,13 +28,14 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import matplotlib
+import numpy
 import psutil
 import pytest
 import torch
@@ -189,6 +192,8 @@ WRONG = {  # a command, and what is said about it
         "the chat template cannot read the prompts: no user here",
     f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
     "--prompts HALF": "prompt 2 of 2 is no text: half a character at place 3",
+    "--prompts GZIP": "it is compressed; unpack it, as by gunzip",
+    "--prompts MESSAGES": "line 1: prompt is no text, but a list",
     "--prompts WIDE": "it is no text in UTF-8; save it as UTF-8", "--prompts LONG": "context, 512",
     "--target CUT --mode ar": "its generation_config.json is damaged: Expecting",
     "--draft CUT": "its generation_config.json is damaged: Expecting",
@@ -219,6 +224,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
                        "FIELDLESS": '{"words": "a"}',
                        "HALF": '{"text": "a"}\n{"text": "ab\\ud800"}',
+                       "MESSAGES": '{"prompt": [{"role": "user"}], "question": "q"}',
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
@@ -244,6 +250,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     for file in (folder / "POINTER/model.safetensors", folder / "PICKLED/pytorch_model.bin"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
     (folder / "PICKLED/model.safetensors").unlink()
+    (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
     (folder / "WIDE").write_text('{"text": "a"}', "utf-16")
     (folder / "LOOP").symlink_to("LOOP")
     os.mkfifo(folder / "PIPE")
@@ -292,12 +299,15 @@ def test_a_damaged_file_of_a_model_from_the_hub_is_not_taken_for_a_missing_one(t
         assert ("its generation_config.json is damaged" in done.stderr) == (status == 2)
 
 
-def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
+@pytest.mark.parametrize("problem, said", (
+    (MemoryError(), "MemoryError"),
+    (ImportError("libx.so: failed to map segment"), "libx.so: failed to map segment")))
+def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(problem, said, capsys):
     def main():
-        raise MemoryError
+        raise problem
 
     assert launch.exit_status(main) == 2
-    assert "rank 0 lacks memory (MemoryError): try more target" in capsys.readouterr().err
+    assert f"rank 0 lacks memory ({said}): try more target" in capsys.readouterr().err
 
 
 def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
@@ -364,6 +374,12 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
     assert status == 0 and output.count("\\x1b[2J") == 2 and "\x1b" not in output
 
 
+def test_what_transformers_logs_of_a_model_moves_no_cursor():
+    for name, said in (("transformers.modeling", "a\\x1b[2J"), ("mine", "\x1b[1ma\x1b[0m\x1b[2J")):
+        given = (name, logging.WARNING, "", 0, "%s\x1b[2J", ("\x1b[1ma\x1b[0m",), None)
+        assert logging.getLogger(name).makeRecord(*given).getMessage() == said
+
+
 @pytest.mark.parametrize("message, said", (
     ("\nX requires a library.\nInstall it.\n", "X requires a library."),
     ("\n", r"ValueError('\n')"),
@@ -375,7 +391,9 @@ def test_a_message_of_several_lines_gives_its_reason(message, said):
 
 @pytest.mark.parametrize("problem, expected", (
     (OSError(28, "No space"), pytest.raises(UserError, match="^the file: No space$")),
+    (type("PanicException", (BaseException,), {})("a panic"), pytest.raises(UserError, match="pa")),
     (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
+    (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
     (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
     (MemoryError(), pytest.raises(MemoryError))), ids=repr)
 def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(problem, expected):
@@ -387,11 +405,63 @@ def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(proble
     (dict(lookahead=0), "--lookahead is 0; it must be from 1 to 64"),
     (dict(mode="fast"), "--mode is 'fast'; it must be one of ssd, sd, ar"),
     (dict(backup_acceptance_rate=2), "--backup-acceptance-rate is 2; it must be from 0 to 1"),
+    (dict(max_new_tokens=8.0), "argument --max-new-tokens: invalid int value: 8.0"),
+    (dict(budget="8"), "--budget: invalid int value: '8'"),
+    (dict(temperature=None), "--temperature: invalid float value: None"),
+    (dict(fan_out=[4, 3]), "--fan-out: invalid str value: [4, 3]"),
+    (dict(ignore_eos="false"), "--ignore-eos: invalid bool value: 'false'"),
+    (dict(prompt=("a", 1)), "--prompt: invalid str value: 1"),
     (dict(temperature=1e-9), "must be 0 or at least 1e-6"),
     (dict(pace=60), "--pace is (60,); it must be two numbers")), ids=str)
 def test_settings_made_in_python_are_checked_too(wrong, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         Settings(**wrong)
+
+
+def test_settings_made_of_numbers_and_paths_of_libraries_are_those_of_the_command_line():
+    made = Settings(target=TINY / "target", max_new_tokens=numpy.int64(4), pace=(1, numpy.int8(2)),
+                    temperature=numpy.float32(0.5))
+    assert made == Settings(max_new_tokens=4, pace=(1, 2), temperature=0.5)
+    json.dumps(asdict(made))
+
+
+@pytest.mark.parametrize("told, tokens", (
+    (False, 1), (numpy.False_, 1), (torch.tensor(False), 1), (0, 9), (None, 9), (numpy.int64(0), 9),
+    (torch.tensor(0), 9), (torch.tensor(True), 9), ("", 9)), ids=repr)
+def test_a_text_ends_when_a_library_says_false(told, tokens):
+    decoder = make_decoder(random_model(), mode="ar", max_new_tokens=9)
+    assert len(decoder(RAGGED[:1], lambda *_: told)[0]) == tokens
+
+
+def make_two_jobs(own: bool) -> list:
+    """A rank's job: the texts of two jobs of one script, which may have a group of its `own`; and
+    what is said to ranks that have other prompts."""
+    if own:
+        dist.init_process_group("gloo")
+    for _ in range(2):
+        job = Job(Settings(max_new_tokens=4, device="cpu"))
+        decoder = Decoder(job.settings, job.load())
+        texts = decoder(RAGGED[:1])
+    try:
+        decoder(RAGGED[:1 + job.placement.rank])
+    except UserError as problem:
+        return [texts, str(problem)]
+
+
+@pytest.mark.parametrize("own", (False, True))
+def test_a_script_of_several_ranks_may_make_two_jobs_and_has_the_same_prompts(own):
+    here = Job(Settings(max_new_tokens=4, mode="ar"))
+    texts = Decoder(here.settings, here.load())(RAGGED[:1])
+    (written, said), (_, other) = in_ranks(2, make_two_jobs, own)
+    assert written == texts
+    assert said == other == "all ranks must call a decoder with the same prompts"
+
+
+def test_a_script_whose_ranks_have_no_group_for_cpus_is_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    with pytest.raises(UserError, match="the ranks cannot meet: make the script's process group"):
+        placement.Placement(Settings()).join({})
 
 
 def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
@@ -558,14 +628,15 @@ def test_every_key_of_a_generation_config_is_applied_or_named_or_harmless():
     assert keys <= {*PENALTIES, *WARPERS, *APPLIED.split(), *HARMLESS.split()}
     model = CausalLM(copy.copy(random_model()))
 
-    def named(asked: dict, sampling: bool) -> dict:
+    def named(asked: dict, **flags) -> dict:
         model.model.generation_config = SimpleNamespace(to_dict=lambda: asked)
-        return model.not_applied(sampling)
+        return model.not_applied(Settings(**flags))
 
     asked = dict.fromkeys(keys, 0.5)
-    assert named(asked, sampling=False).keys() == PENALTIES.keys()
-    assert named(asked, sampling=True).keys() == PENALTIES.keys() | WARPERS.keys()
-    assert not named(PENALTIES | WARPERS, sampling=True)
+    flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    assert named(asked).keys() == PENALTIES.keys()
+    assert named(asked, **flags).keys() == PENALTIES.keys() | WARPERS.keys() | flags.keys()
+    assert not named(PENALTIES | WARPERS | flags, **flags)
 
 
 def test_a_draft_may_have_another_special_token(tmp_path):

@@ -87,7 +87,7 @@ class Job:
                 dist.barrier(placement.patient_group)
         if target:
             target = self.ready(target)
-        ignored = target.not_applied(self.settings.temperature > 0) if placement.rank == 0 else {}
+        ignored = target.not_applied(self.settings) if placement.rank == 0 else {}
         if ignored:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
             print(printable(f"not applied, though {self.settings.target} asks for it in "
