@@ -22,9 +22,8 @@ from typing import Callable, Iterator
 from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
-from cli.text import printable
 from engine import PRIVATE
-from engine.errors import UserError, lacks_memory
+from engine.errors import UserError, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 OLD = 2 * 24 * 3600  # seconds after which no run needs a folder that another one finds
@@ -87,16 +86,14 @@ def draft_rank(module: str) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
-    draft = None
+    draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
+                             env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
+                             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
     try:
-        draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
-                                 env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
-                                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
         yield
     finally:
-        if draft:
-            draft.stdin.close()
+        draft.stdin.close()
         remove_store()
         os.environ.clear()
         os.environ |= before

@@ -136,15 +136,12 @@ def checked_value(entry, value) -> int | float | str | bool | None:
         raise UserError(f"argument {name}: invalid {kind.__name__} value: {value!r}")
     if type(value) not in (int, float):
         value = kind(value)
-    choices = entry.metadata["form"].get("choices")
     minimum, maximum = entry.metadata["range"]
-    fine = not choices or value in choices
-    allowed = f"one of {', '.join(choices or ())}"
-    if kind in (int, float):
-        fine = minimum <= value <= maximum  # so that NaN is out
-        allowed = f"from {minimum} to {maximum}"
-    if not fine:
-        raise UserError(f"{name} is {value!r}; it must be {allowed}")
+    if kind in (int, float) and not minimum <= value <= maximum:  # so that NaN is out
+        raise UserError(f"{name} is {value!r}; it must be from {minimum} to {maximum}")
+    choices = entry.metadata["form"].get("choices", [value])
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
     return value
 
 
@@ -216,14 +213,11 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
         raise UserError(f"{name}: every rank reads it, so it must be a regular file")
     rows = []
     for number, row in read_json_lines(name, settings.prompts):
-        found = [key for key in PROMPT_FIELDS if row.get(key) is not None]
-        if not found:
-            raise UserError(f"{name}, line {number}: no text in a field prompt, question or text")
-        text = row[found[0]]
-        if not isinstance(text, str):
-            raise UserError(f"{name}, line {number}: {found[0]} is no text, but a "
-                            f"{type(text).__name__}")
-        rows.append(row | {"prompt": text})
+        found = [row[key] for key in PROMPT_FIELDS if row.get(key) is not None] or [None]
+        if not isinstance(found[0], str):
+            raise UserError(f"{name}, line {number}: no text in a field prompt, question or text, "
+                            f"but {type(found[0]).__name__}")
+        rows.append(row | {"prompt": found[0]})
     if not rows:
         raise UserError(f"{name} holds no prompt")
     return rows

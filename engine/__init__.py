@@ -1,9 +1,6 @@
-"""A Hugging Face model behind KV slots, and what makes its passes fast. Every program of ours runs
-this before PyTorch's compiler is imported. That one runs the kernels that it finds in its cache,
-which by default lies where another account can have made it: in the temporary folder."""
-import atexit
+"""A Hugging Face model behind KV slots. This runs before PyTorch's compiler is imported, which runs
+what it finds in its cache: by default in the temporary folder, where others could have made it."""
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -18,6 +15,6 @@ if os.environ.get(CACHE, SHARED).startswith(SHARED):
         if folder.stat().st_uid != getattr(os, "getuid", int)():  # on Windows all are 0
             raise PermissionError
     except (OSError, RuntimeError):  # there is no home, or none that can be written
-        folder = tempfile.mkdtemp(prefix=PRIVATE)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        until_exit = tempfile.TemporaryDirectory(prefix=PRIVATE)
+        folder = until_exit.name
     os.environ[CACHE] = str(folder)

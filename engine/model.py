@@ -172,10 +172,8 @@ class CausalLM:
         """Return what the generation config asks of `generate`, and this program does not do with
         these `cli.settings`."""
         asked = self.model.generation_config.to_dict()
-        others = PENALTIES
-        if settings.temperature:
-            flags = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
-            others = PENALTIES | WARPERS | flags
+        flags = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+        others = PENALTIES | WARPERS | flags if settings.temperature else PENALTIES
         return {name: asked[name] for name, neutral in others.items()
                 if asked.get(name) not in (None, [], neutral)}
 
@@ -200,11 +198,10 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     on_gpu = query.device.type == "cuda"
-    usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
-    usual = usual and attention_mask.is_floating_point()  # as ours; transformers' own are not
-    usual = usual and options.get("position_bias") is None
+    ours = attention_mask is not None and attention_mask.is_floating_point()  # transformers' is not
+    alike = ours and attention_mask.shape[1] == 1 and options.get("position_bias") is None
     by_products = on_gpu and n <= FEW_TOKENS
-    if not usual or (heads == groups and not by_products):
+    if not alike or (heads == groups and not by_products):
         return SDPA(module, query, key, value, attention_mask, **options)
     as_rows = on_gpu or n < 16
     if as_rows:
@@ -263,17 +260,16 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    with LOADING:
+    with LOADING, reported_as(f"cannot load {path}"):
         hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
         try:
-            with reported_as(f"cannot load {path}"):
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
-                    trust_remote_code=False)
-                if info["missing_keys"]:  # transformers would draw these weights at random
-                    raise ValueError(f"its files lack {min(info['missing_keys'])}")
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
+                trust_remote_code=False)
         finally:
             logging.set_tqdm_hook(hook)
+        if info["missing_keys"]:  # transformers would draw these weights at random
+            raise ValueError(f"its files lack {min(info['missing_keys'])}")
     return model
 
 

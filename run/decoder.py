@@ -57,10 +57,10 @@ class Decoder:
     def __call__(self, prompts: list[list[int]],
                  on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
         """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
-        says why each text ended. Rank 0 calls `on_tokens` after every round. A row's text ends if
-        that returns False, NumPy's or a tensor's False included; 0 and None go on. What it raises
-        is raised here, once the batch has ended on all ranks. Raises `UserError` for prompts that
-        cannot be continued, or that are not the same on all ranks."""
+        says why each text ended. Rank 0 calls `on_tokens` after every round, and ends a row's text
+        if it returns False, also NumPy's or a tensor's; 0 and None go on. What it raises is raised
+        here, once the batch has ended on all ranks. Raises `UserError` for prompts that cannot be
+        continued, or that differ between ranks."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = checked_prompts(prompts, context, self.models.vocab_size)

@@ -82,7 +82,7 @@ class Placement:
 
     def meet(self, doubt: str) -> None:
         """Join the default group, unless an earlier `Job` or the script has, and a patient one. Say
-        the `doubt` if a rank that has connected says nothing."""
+        `doubt` if a rank that has connected says nothing."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
             raise ValueError("make the script's process group with gloo, or leave it to Job.load")
         if Placement.met and Placement.met is dist.group.WORLD:
@@ -96,13 +96,12 @@ class Placement:
         Placement.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
         if store:  # gloo takes whoever connects first, from any account, for the other rank
             store.set(str(self.rank), secrets.token_hex())
-            words = [store.get(str(rank)) for rank in range(2)]
-            own = torch.frombuffer(bytearray(words[self.rank]), dtype=torch.uint8)
+            words = torch.tensor([list(store.get(str(rank))) for rank in range(2)])  # [2, 64]
             for group in (None, self.patient_group):  # each has connections of its own
-                told = [torch.empty_like(own) for _ in words]
+                told = list(torch.zeros_like(words))
                 with watch(doubt, 10, 100):
-                    dist.all_gather(told, own, group)
-                if [bytes(word.tolist()) for word in told] != words:
+                    dist.all_gather(told, words[self.rank], group)
+                if not torch.stack(told).equal(words):
                     raise UserError("another program has connected in the place of a rank")
 
     def new_group(self, size: int) -> dist.ProcessGroup:
