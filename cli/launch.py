@@ -8,6 +8,7 @@ import builtins
 import gc
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from typing import Callable, Iterator
 from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
-from cli.text import printable
-from engine.errors import UserError, lacks_memory
+from engine import PRIVATE
+from engine.errors import UserError, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
+OLD = 2 * 24 * 3600  # seconds after which no run needs a folder that another one finds
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -72,10 +74,15 @@ def prepare_process() -> None:
 def draft_rank(module: str) -> Iterator[None]:
     """Be rank 0 of two, beside a rank 1 that runs the same command. They use nothing but this
     machine's loopback. In the end rank 1 is gone, and the environment is as it was."""
+    for left in Path(tempfile.gettempdir()).glob(PRIVATE + "*"):  # by runs that were killed
+        with suppress(OSError):
+            status = left.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD:
+                shutil.rmtree(left)
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-                   STORE: os.path.join(tempfile.mkdtemp(prefix="saguaro-"), "store")}
+                   STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
@@ -125,7 +132,7 @@ def exit_status(main: Callable[[], None]) -> int:
             return 141
         report(problem)
         return 1
-    except (RuntimeError, MemoryError) as problem:
+    except (RuntimeError, MemoryError, ImportError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
         message = str(problem) or type(problem).__name__
         if lacks_memory(problem):

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TextIO, get_args
 
@@ -17,6 +18,7 @@ TINY = ROOT / "tiny"  # the embedded pair
 IN_USE = ("prompts", "output", "target", "draft")  # no other file is written over these
 # how files of --output, --trace and --out begin: no loader reads them
 WRITTEN_HERE = (b'{"settings": ', b'{"traceEvents": ', b'{\n "machine": ', b"<!DOCTYPE html>")
+KINDS = {int: Integral, float: Real, str: (str, os.PathLike), bool: bool}  # by a field's type
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 
 
@@ -100,9 +102,8 @@ class DecodingSettings:
             value = getattr(self, entry.name)
             several = "nargs" in entry.metadata["form"]
             values = value if several and isinstance(value, (tuple, list)) else [value]
-            setattr(self, entry.name, tuple(values) if several else value)
-            for one in values:
-                check_value(entry, one)
+            values = tuple(checked_value(entry, one) for one in values)
+            setattr(self, entry.name, values if several else values[0])
         if 0 < self.temperature < 1e-6:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if len(self.pace) != 2:
@@ -124,17 +125,24 @@ def value_type(entry) -> type:
     return [*get_args(entry.type), entry.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
 
 
-def check_value(entry, value) -> None:
-    """Raises `UserError` for a value that is none of the field's choices, or out of its range."""
-    choices = entry.metadata["form"].get("choices")
+def checked_value(entry, value) -> int | float | str | bool | None:
+    """Return a value as its field's type; NumPy's numbers and paths are taken, too. Raises
+    `UserError` for one of another type, out of the field's range, or none of its choices."""
+    if value is None and entry.default is None:
+        return None
+    name = f"--{entry.name.replace('_', '-')}"
+    kind = value_type(entry)
+    if not isinstance(value, KINDS[kind]):
+        raise UserError(f"argument {name}: invalid {kind.__name__} value: {value!r}")
+    if type(value) not in (int, float):
+        value = kind(value)
     minimum, maximum = entry.metadata["range"]
-    fine = not choices or value in choices
-    allowed = f"one of {', '.join(choices or ())}"
-    if value_type(entry) in (int, float) and (value, entry.default) != (None, None):
-        fine = minimum <= value <= maximum  # so that NaN is out
-        allowed = f"from {minimum} to {maximum}"
-    if not fine:
-        raise UserError(f"--{entry.name.replace('_', '-')} is {value!r}; it must be {allowed}")
+    if kind in (int, float) and not minimum <= value <= maximum:  # so that NaN is out
+        raise UserError(f"{name} is {value!r}; it must be from {minimum} to {maximum}")
+    choices = entry.metadata["form"].get("choices", [value])
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return value
 
 
 @dataclass
@@ -205,9 +213,10 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
         raise UserError(f"{name}: every rank reads it, so it must be a regular file")
     rows = []
     for number, row in read_json_lines(name, settings.prompts):
-        found = [row[key] for key in PROMPT_FIELDS if isinstance(row.get(key), str)]
-        if not found:
-            raise UserError(f"{name}, line {number}: no text in a field prompt, question or text")
+        found = [row[key] for key in PROMPT_FIELDS if row.get(key) is not None] or [None]
+        if not isinstance(found[0], str):
+            raise UserError(f"{name}, line {number}: no text in a field prompt, question or text, "
+                            f"but {type(found[0]).__name__}")
         rows.append(row | {"prompt": found[0]})
     if not rows:
         raise UserError(f"{name} holds no prompt")

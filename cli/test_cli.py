@@ -11,9 +11,11 @@ import builtins
 import copy
 import errno
 import gc
+import gzip
 import importlib
 import itertools
 import json
+import logging
 import os
 import re
 import shlex
@@ -22,17 +24,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import matplotlib
+import numpy
 import psutil
 import pytest
 import torch
@@ -66,7 +70,8 @@ if os.name == "nt":
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
-PREPARE_PROCESS = launch.prepare_process  # tests in this process replace it
+PREPARE_PROCESS = launch.prepare_process  # tests in this process replace these
+DRAFT_RANK = launch.draft_rank
 
 
 # ---- helpers ----
@@ -186,6 +191,8 @@ WRONG = {  # a command, and what is said about it
         "the chat template cannot read the prompts: no user here",
     f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
     "--prompts HALF": "prompt 2 of 2 is no text: half a character at place 3",
+    "--prompts GZIP": "it is compressed; unpack it, as by gunzip",
+    "--prompts MESSAGES": "no text in a field prompt, question or text, but list",
     "--prompts WIDE": "it is no text in UTF-8; save it as UTF-8", "--prompts LONG": "context, 512",
     "--target CUT --mode ar": "its generation_config.json is damaged: Expecting",
     "--draft CUT": "its generation_config.json is damaged: Expecting",
@@ -216,6 +223,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
                        "FIELDLESS": '{"words": "a"}',
                        "HALF": '{"text": "a"}\n{"text": "ab\\ud800"}',
+                       "MESSAGES": '{"prompt": [{"role": "user"}], "question": "q"}',
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
@@ -241,6 +249,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     for file in (folder / "POINTER/model.safetensors", folder / "PICKLED/pytorch_model.bin"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
     (folder / "PICKLED/model.safetensors").unlink()
+    (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
     (folder / "WIDE").write_text('{"text": "a"}', "utf-16")
     (folder / "LOOP").symlink_to("LOOP")
     os.mkfifo(folder / "PIPE")
@@ -289,12 +298,15 @@ def test_a_damaged_file_of_a_model_from_the_hub_is_not_taken_for_a_missing_one(t
         assert ("its generation_config.json is damaged" in done.stderr) == (status == 2)
 
 
-def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
+@pytest.mark.parametrize("problem, said", (
+    (MemoryError(), "MemoryError"),
+    (ImportError("libx.so: failed to map segment"), "libx.so: failed to map segment")))
+def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(problem, said, capsys):
     def main():
-        raise MemoryError
+        raise problem
 
     assert launch.exit_status(main) == 2
-    assert "rank 0 lacks memory (MemoryError): try more target" in capsys.readouterr().err
+    assert f"rank 0 lacks memory ({said}): try more target" in capsys.readouterr().err
 
 
 def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
@@ -361,6 +373,12 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
     assert status == 0 and output.count("\\x1b[2J") == 2 and "\x1b" not in output
 
 
+def test_what_transformers_logs_of_a_model_moves_no_cursor():
+    for name, said in (("transformers.modeling", "a\\x1b[2J"), ("mine", "\x1b[1ma\x1b[0m\x1b[2J")):
+        given = (name, logging.WARNING, "", 0, "%s\x1b[2J", ("\x1b[1ma\x1b[0m",), None)
+        assert logging.getLogger(name).makeRecord(*given).getMessage() == said
+
+
 @pytest.mark.parametrize("message, said", (
     ("\nX requires a library.\nInstall it.\n", "X requires a library."),
     ("\n", r"ValueError('\n')"),
@@ -372,7 +390,9 @@ def test_a_message_of_several_lines_gives_its_reason(message, said):
 
 @pytest.mark.parametrize("problem, expected", (
     (OSError(28, "No space"), pytest.raises(UserError, match="^the file: No space$")),
+    (type("PanicException", (BaseException,), {})("a panic"), pytest.raises(UserError, match="pa")),
     (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
+    (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
     (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
     (MemoryError(), pytest.raises(MemoryError))), ids=repr)
 def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(problem, expected):
@@ -384,11 +404,63 @@ def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(proble
     (dict(lookahead=0), "--lookahead is 0; it must be from 1 to 64"),
     (dict(mode="fast"), "--mode is 'fast'; it must be one of ssd, sd, ar"),
     (dict(backup_acceptance_rate=2), "--backup-acceptance-rate is 2; it must be from 0 to 1"),
+    (dict(max_new_tokens=8.0), "argument --max-new-tokens: invalid int value: 8.0"),
+    (dict(budget="8"), "--budget: invalid int value: '8'"),
+    (dict(temperature=None), "--temperature: invalid float value: None"),
+    (dict(fan_out=[4, 3]), "--fan-out: invalid str value: [4, 3]"),
+    (dict(ignore_eos="false"), "--ignore-eos: invalid bool value: 'false'"),
+    (dict(prompt=("a", 1)), "--prompt: invalid str value: 1"),
     (dict(temperature=1e-9), "must be 0 or at least 1e-6"),
     (dict(pace=60), "--pace is (60,); it must be two numbers")), ids=str)
 def test_settings_made_in_python_are_checked_too(wrong, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         Settings(**wrong)
+
+
+def test_settings_made_of_numbers_and_paths_of_libraries_are_those_of_the_command_line():
+    made = Settings(target=TINY / "target", max_new_tokens=numpy.int64(4), pace=(1, numpy.int8(2)),
+                    temperature=numpy.float32(0.5))
+    assert made == Settings(max_new_tokens=4, pace=(1, 2), temperature=0.5)
+    json.dumps(asdict(made))
+
+
+@pytest.mark.parametrize("told, tokens", (
+    (False, 1), (numpy.False_, 1), (torch.tensor(False), 1), (0, 9), (None, 9), (numpy.int64(0), 9),
+    (torch.tensor(0), 9), (torch.tensor(True), 9), ("", 9)), ids=repr)
+def test_a_text_ends_when_a_library_says_false(told, tokens):
+    decoder = make_decoder(random_model(), mode="ar", max_new_tokens=9)
+    assert len(decoder(RAGGED[:1], lambda *_: told)[0]) == tokens
+
+
+def make_two_jobs(own: bool) -> list:
+    """A rank's job: the texts of two jobs of one script, which may have a group of its `own`; and
+    what is said to ranks that have other prompts."""
+    if own:
+        dist.init_process_group("gloo")
+    for _ in range(2):
+        job = Job(Settings(max_new_tokens=4, device="cpu"))
+        decoder = Decoder(job.settings, job.load())
+        texts = decoder(RAGGED[:1])
+    try:
+        decoder(RAGGED[:1 + job.placement.rank])
+    except UserError as problem:
+        return [texts, str(problem)]
+
+
+@pytest.mark.parametrize("own", (False, True))
+def test_a_script_of_several_ranks_may_make_two_jobs_and_has_the_same_prompts(own):
+    here = Job(Settings(max_new_tokens=4, mode="ar"))
+    texts = Decoder(here.settings, here.load())(RAGGED[:1])
+    (written, said), (_, other) = in_ranks(2, make_two_jobs, own)
+    assert written == texts
+    assert said == other == "all ranks must call a decoder with the same prompts"
+
+
+def test_a_script_whose_ranks_have_no_group_for_cpus_is_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    with pytest.raises(UserError, match="the ranks cannot meet: make the script's process group"):
+        placement.Placement(Settings()).join({})
 
 
 def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
@@ -549,14 +621,15 @@ def test_every_key_of_a_generation_config_is_applied_or_named_or_harmless():
     assert keys <= {*PENALTIES, *WARPERS, *APPLIED.split(), *HARMLESS.split()}
     model = CausalLM(copy.copy(random_model()))
 
-    def named(asked: dict, sampling: bool) -> dict:
+    def named(asked: dict, **flags) -> dict:
         model.model.generation_config = SimpleNamespace(to_dict=lambda: asked)
-        return model.not_applied(sampling)
+        return model.not_applied(Settings(**flags))
 
     asked = dict.fromkeys(keys, 0.5)
-    assert named(asked, sampling=False).keys() == PENALTIES.keys()
-    assert named(asked, sampling=True).keys() == PENALTIES.keys() | WARPERS.keys()
-    assert not named(PENALTIES | WARPERS, sampling=True)
+    flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+    assert named(asked).keys() == PENALTIES.keys()
+    assert named(asked, **flags).keys() == PENALTIES.keys() | WARPERS.keys() | flags.keys()
+    assert not named(PENALTIES | WARPERS | flags, **flags)
 
 
 def test_a_draft_may_have_another_special_token(tmp_path):
@@ -1006,27 +1079,32 @@ if os.getuid() == 0:
     os.setuid(65534)
 print("ready", flush=True)
 for port in sys.stdin:
+    for folder in glob.glob(tempfile.gettempdir() + "/.saguaro-*"):
+        try:
+            print("a folder", os.listdir(folder), flush=True)
+        except OSError:
+            print("kept out", flush=True)
     try:
         store = dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=1))
         print("a store", store.num_keys(), flush=True)
     except Exception as problem:
         print("told nothing", flush=True)
-    for folder in glob.glob(tempfile.gettempdir() + "/saguaro-*"):
-        try:
-            print("a folder", os.listdir(folder), flush=True)
-        except OSError:
-            print("kept out", flush=True)
 """
 
 
 @slow
 def test_another_account_is_told_nothing_and_stops_nothing(tmp_path):
-    """It asks every port of the two ranks for a store. Only root can be another account."""
+    """It asks every port of the two ranks for a store, and looks into the folder in which they
+    meet. Only root can be another account."""
+    shared = tempfile.TemporaryDirectory()
+    os.chmod(shared.name, 0o1777)
+    environment = os.environ | {"TMPDIR": shared.name}
     intruder = subprocess.Popen([sys.executable, "-c", INTRUDER], text=True, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert intruder.stdout.readline() == "ready\n"
     words = [sys.executable, ROOT / "saguaro.py", "--max-new-tokens", "4", "x"]
-    ranks = psutil.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ranks = psutil.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env=environment)
     asked = set()
     while ranks.poll() is None:
         for rank in (ranks, *ranks.children()):
@@ -1040,20 +1118,79 @@ def test_another_account_is_told_nothing_and_stops_nothing(tmp_path):
     told = set(intruder.communicate(timeout=100)[0].splitlines())
     assert ranks.returncode == 0 and b"error" not in ranks.stderr.read()
     assert "told nothing" in told, "gloo listened"
-    assert told <= {"told nothing", "kept out"} or os.getuid() > 0
+    assert told == {"told nothing", "kept out"} or os.getuid() > 0
 
 
-def join_as_intruder(store: Path) -> str:
-    """A rank's job. Rank 1 has no right to be there, so it does not know what the other wrote."""
+def test_a_folder_that_a_killed_run_left_is_removed_by_a_later_one(tmp_path, monkeypatch):
+    """Neither one that may be in use, nor another account's, nor a link to what is not ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(
+        stdin=StringIO(), wait=lambda: 0))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (tmp_path / ".saguaro-link").symlink_to(mine)
+    for name in (".saguaro-old", ".saguaro-new", ".saguaro-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store").touch()
+    for name in (".saguaro-old", ".saguaro-other", "mine"):
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / ".saguaro-link", (0, 0), follow_symlinks=False)
+    lstat = Path.lstat
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(
+        st_mtime=lstat(path).st_mtime, st_uid=os.getuid() + path.name.endswith("other")))
+    with DRAFT_RANK("run"):
+        pass
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {".saguaro-new", ".saguaro-other", ".saguaro-link", "mine"}
+
+
+@pytest.mark.parametrize("way, home", (("saguaro", "home"), ("run", "/dev/null"),
+                                       ("transformers.models.llama.modeling_llama, run", "home")))
+def test_pytorch_runs_no_kernels_from_a_folder_that_others_can_make(way, home, tmp_path):
+    """Another account has put a file of that name into the temporary folder, at which PyTorch
+    stops. Where no home can be written a folder lasts as long as the process."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    if "llama" not in way:  # there PyTorch's compiler comes before any file of ours
+        (shared / "torchinductor_you").touch()
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"HOME": str(tmp_path / home), "TMPDIR": str(shared), "LOGNAME": "you"}
+    program = f"import os, {way}\nfolder = os.environ['TORCHINDUCTOR_CACHE_DIR']\n" \
+              "print(folder, oct(os.stat(folder).st_mode))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True,
+                         capture_output=True)
+    assert run.returncode == 0, run.stderr
+    folder, mode = run.stdout.split()
+    assert mode == "0o40700"
+    if home == "home":
+        assert folder == str(tmp_path / "home/.cache/saguaro") and Path(folder).exists()
+    else:
+        assert Path(folder).parent == shared and not Path(folder).exists()
+
+
+def join_as_intruder(store: Path, wrong: int) -> tuple[str, list[str]]:
+    """A rank's job. Rank 1 has no right to be there, so in group number `wrong` it does not know
+    what the other wrote. Returns what it ended with, and for what it would have waited."""
     os.environ[launch.STORE] = str(store)
     here = placement.Placement(Settings(device="cpu"))
+    all_gather = dist.all_gather
+    groups = []
+    waited = []
+
+    def guess(told, own, group=None) -> None:
+        if groups.append(group) or len(groups) == 1 + wrong:
+            all_gather(told, own + 1, group)
+            placement.gather({})  # it has not heard
+        all_gather(told, own, group)
+
+    placement.watch = lambda waits, *_: nullcontext(waited.append(waits))
     if here.rank == 1:
-        gather = placement.gather
-        placement.gather = lambda word: [gather("a guess") for _ in range(2)]
+        dist.all_gather = guess
     try:
         here.join({"prompt": "secret"})
     except (UserError, RuntimeError) as problem:
-        return str(problem)
+        return str(problem), waited
 
 
 @pytest.mark.parametrize("place", (1, 2))
@@ -1139,11 +1276,15 @@ def test_nothing_that_comes_from_elsewhere_is_run_as_a_program():
             assert not re.search(PICKLES, file.read_text("utf-8")), file
 
 
-def test_who_connects_in_the_place_of_a_rank_is_told_nothing(tmp_path):
-    """gloo takes the first connection to its port for the other rank's, whosoever it is."""
-    errors = in_ranks(2, join_as_intruder, tmp_path / "store", seconds=30)
-    assert errors[0] == "another program has connected in the place of a rank"
-    assert any(sign in errors[1].lower() for sign in launch.GONE), "before anything was said"
+@pytest.mark.parametrize("group", (0, 1))
+def test_who_connects_in_the_place_of_a_rank_is_told_nothing(group, tmp_path):
+    """gloo takes the first connection to a port of a group for the other rank's, whosoever it is.
+    If that one says nothing, the sentence of those who wait says so."""
+    (error, waited), (other, _) = in_ranks(2, join_as_intruder, tmp_path / "store", group,
+                                           seconds=30)
+    assert error == "another program has connected in the place of a rank"
+    assert len(waited) == 2 + group and "whose place another program may have co" in waited[-1]
+    assert any(sign in other.lower() for sign in launch.GONE), "before anything was said"
 
 
 def test_a_script_of_ones_own_leaves_its_groups_before_python_ends(tmp_path):

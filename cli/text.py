@@ -3,14 +3,9 @@ import os
 import re
 from functools import partial
 
-# all but tab and newline; and half characters and others that no file of XML may hold
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+from engine.errors import printable as printable
+
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that it cannot move the cursor."""
-    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class TextStream:
@@ -30,11 +25,14 @@ class TextStream:
         """Return the text that this token settles. What later ones could change waits; after the
         `last` nothing waits."""
         self.waiting.append(token)
+        in_run = BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "")
+        end = [*self.before[-3:], *self.waiting[-4:]][-4:]  # a letter has at most four bytes
+        unsettled = in_run or not self.decode([token]) or self.decode(end).endswith("\ufffd")
+        if unsettled and not last:
+            return ""
         text = self.decode(self.before + self.waiting)
         text = text[len(os.path.commonprefix([self.decode(self.before), text])):]
-        in_run = BYTE.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "")
-        unsettled = in_run or not self.decode([token]) or text.endswith("\ufffd")
-        if not text or unsettled and not last:
+        if not text:
             return ""
         self.text += text
         self.before = self.waiting

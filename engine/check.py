@@ -30,7 +30,8 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
-            with torch.compiler.set_stance("force_eager"):
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, torch.autocast(model.device.type, enabled=False):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]
                 stepwise = token_by_token(model, tokens)

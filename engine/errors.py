@@ -1,11 +1,17 @@
-"""Errors that the user can mend."""
+"""Errors that the user can mend, and what libraries say."""
+import logging
+import re
 from contextlib import contextmanager
 from typing import Iterator
 
-LACKS = ("out of memory", "allocate memory")  # of a GPU, of the host
+# all but tab and newline; and half characters and others that no file of XML may hold
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+BOLD = re.compile("\x1b\\[[0-9;]*m")  # and colours
+LACKS = ("out of memory", "allocate memory", "failed to map segment")  # of a GPU, of the host
 NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "
               "bytes, for which `git lfs pull` fetches the file")
 MEANINGS = {  # of what libraries say
+    "byte 0x8b in position 1:": "it is compressed; unpack it, as by gunzip",
     "codec can't decode": "it is no text in UTF-8; save it as UTF-8",
     "trust_remote_code": "it needs code of its own, which is not run here",
     "deserializing header": NO_WEIGHTS, "Unsupported operand 118": NO_WEIGHTS}  # v of version
@@ -13,6 +19,24 @@ MEANINGS = {  # of what libraries say
 
 class UserError(Exception):
     """Reports an error that the user can mend; one sentence says how."""
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters escaped, so that it cannot move the cursor."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+def printable_record(name: str, *given, **more) -> logging.LogRecord:
+    """Make a record of what is logged. Transformers logs strangers' words: the name of a weight."""
+    record = make_record(name, *given, **more)
+    if name.startswith(("transformers", "huggingface_hub")):
+        record.msg = printable(BOLD.sub("", record.getMessage()))
+        record.args = ()
+    return record
+
+
+make_record = logging.getLogRecordFactory()
+logging.setLogRecordFactory(printable_record)
 
 
 def first_line(problem: Exception) -> str:
@@ -45,11 +69,12 @@ def not_finite(whose: str, dtype: object) -> UserError:
 def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
     the library says. `exceptions` is a class of exceptions or a tuple of them, as in `except`. By
-    default it is all, because damaged files and foreign models raise what they please. If memory is
-    too small, the exception stays as it is."""
+    default it is all, because damaged files and foreign models raise what they please, as does a
+    panic of a library in Rust. If memory is too small, the exception stays as it is."""
     try:
         yield
-    except exceptions as problem:
-        if lacks_memory(problem):
+    except BaseException as problem:
+        ours = isinstance(problem, exceptions) or type(problem).__name__ == "PanicException"
+        if lacks_memory(problem) or not ours:
             raise
         raise UserError(f"{sentence}: {first_line(problem)}") from problem

@@ -26,6 +26,8 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
+import math
+import threading
 from typing import Callable
 
 import torch
@@ -46,6 +48,7 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
+LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 
 
@@ -111,7 +114,10 @@ class CausalLM:
         slots = max_length + scratch
         slots += -slots % 8  # else attention would pad the mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
-            self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
+            grown = (max(rows, self.kv.rows), max(slots, self.kv.slots))
+            if math.prod(grown) > 2 * max(rows * slots, self.kv.rows * self.kv.slots):
+                grown = (rows, slots)  # after a long text many short ones, or the other way round
+            self.kv = KVCache(*grown)
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()
@@ -140,13 +146,10 @@ class CausalLM:
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # in this pass alone
-        try:
+        with torch.autocast(self.device.type, enabled=False):  # --dtype decides, as of the buffers
             return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
                               use_cache=True, logits_to_keep=keep,
                               **{self.cache_name: self.kv}).logits
-        finally:
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]  # which uncovers `SDPA`
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
@@ -165,11 +168,12 @@ class CausalLM:
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
-    def not_applied(self, sampling: bool) -> dict[str, object]:
-        """Return what the generation config asks of `generate`, when greedy or `sampling`, and this
-        program does not do."""
+    def not_applied(self, settings) -> dict[str, object]:
+        """Return what the generation config asks of `generate`, and this program does not do with
+        these `cli.settings`."""
         asked = self.model.generation_config.to_dict()
-        others = PENALTIES | WARPERS if sampling else PENALTIES
+        flags = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
+        others = PENALTIES | WARPERS | flags if settings.temperature else PENALTIES
         return {name: asked[name] for name, neutral in others.items()
                 if asked.get(name) not in (None, [], neutral)}
 
@@ -194,10 +198,10 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     on_gpu = query.device.type == "cuda"
-    usual = attention_mask is not None and attention_mask.shape[1] == 1  # alike for all heads
-    usual = usual and options.get("position_bias") is None
+    ours = attention_mask is not None and attention_mask.is_floating_point()  # transformers' is not
+    alike = ours and attention_mask.shape[1] == 1 and options.get("position_bias") is None
     by_products = on_gpu and n <= FEW_TOKENS
-    if not usual or (heads == groups and not by_products):
+    if not alike or (heads == groups and not by_products):
         return SDPA(module, query, key, value, attention_mask, **options)
     as_rows = on_gpu or n < 16
     if as_rows:
@@ -210,6 +214,9 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scale, enable_gqa=not as_rows)
     return output.reshape(rows, heads, n, -1).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # once, since other threads may be in a pass
 
 
 def matrix_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
@@ -253,16 +260,16 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
-    try:
-        with reported_as(f"cannot load {path}"):
+    with LOADING, reported_as(f"cannot load {path}"):
+        hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
+        try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
                 trust_remote_code=False)
-            if info["missing_keys"]:  # transformers would draw these weights at random
-                raise ValueError(f"its files lack {min(info['missing_keys'])}")
-    finally:
-        logging.set_tqdm_hook(hook)
+        finally:
+            logging.set_tqdm_hook(hook)
+        if info["missing_keys"]:  # transformers would draw these weights at random
+            raise ValueError(f"its files lack {min(info['missing_keys'])}")
     return model
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partialmethod
@@ -46,7 +47,7 @@ from engine import cuda_graphs
 from engine.check import check_model
 from engine.cuda_graphs import CapturedGraph
 from engine.errors import UserError
-from engine.model import SDPA, CausalLM, load
+from engine.model import ALL_ATTENTION_FUNCTIONS, SDPA, CausalLM, load
 from engine.tensor_parallel import split
 from engine.timing import PacedClock
 from run import placement
@@ -559,11 +560,52 @@ def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, 
     assert_close(torch.cat(logits, 1), expected, 1e-6)
     check_model(model)
     if model.model.config._attn_implementation == "sdpa":
-        monkeypatch.setattr(
-            engine.model, "grouped_attention", lambda module, query, *given, **options:
-            SDPA(module, query.flip(1), *given, **options))  # heads meet the keys of others
+        def mistake(module, query, key, value, mask=None, **options):
+            ours = mask is not None and mask.is_floating_point()
+            return SDPA(module, query.flip(1) if ours else query, key, value, mask, **options)
+
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", mistake)  # keys of other heads
         with pytest.raises(UserError, match="give other logits"):
             check_model(model)
+
+
+def test_threads_with_models_of_their_own_do_not_meet():
+    """Nor those in which models are loaded."""
+    def work(_) -> list:
+        decoder = decoder_of(Settings(mode="sd", max_new_tokens=16, prompt="def f(x):"))
+        return [decoder([[5, 6, 7]]) for _ in range(4)]
+
+    with ThreadPoolExecutor(3) as threads:
+        texts = sum(threads.map(work, range(3)), [])
+    assert texts == texts[:1] * 12
+
+
+@pytest.mark.parametrize("first, second", (("inside", "outside"), ("outside", "inside")))
+def test_buffers_are_of_the_models_type_inside_and_outside_of_autocast(first, second):
+    target = copy.deepcopy(random_model()).float()
+    decoder = make_decoder(target, imitation(target, 0.1), dtype="float32", max_new_tokens=8)
+    for where in (first, second):
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "inside"):
+            check_model(CausalLM(target))
+            texts = decoder(RAGGED)
+        assert texts == greedy_reference(target, RAGGED, 8)
+
+
+@pytest.mark.parametrize("batches", ([[[5] * 50], [[5]] * 64], [[[5]] * 64, [[5] * 50]]))
+def test_short_rows_and_a_long_one_take_no_memory_for_rows_that_are_both(batches):
+    """Target and draft."""
+    def bytes_after(batches: list) -> list[int]:
+        decoder = make_decoder(target, target, max_new_tokens=4, budget=0)
+        for batch in batches:
+            assert decoder(batch) == expected[len(batch)]
+        return [sum(buffer.nbytes for layer in model.kv.layers.values() for buffer in layer)
+                for model in decoder.models[:2]]
+
+    target = random_model()
+    expected = {len(batch): greedy_reference(target, batch, 4) for batch in batches}
+    alone = [bytes_after([batch]) for batch in batches]
+    for both, *each in zip(bytes_after(batches), *alone):
+        assert both <= 2 * max(each)
 
 
 # ---- CUDA graphs ----

@@ -2,7 +2,7 @@
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
@@ -19,8 +19,7 @@ from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
 from sampling import Sampler
 from target_worker import TargetWorker
 
-# (row, new tokens, source), after every round; if it returns False, the row's text ends there
-OnTokens = Callable[[int, list[int], int], bool | None]
+OnTokens = Callable[[int, list[int], int], Any]  # (row, new tokens, source)
 
 
 class Decoder:
@@ -62,12 +61,15 @@ class Decoder:
     def __call__(self, prompts: list[list[int]],
                  on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
         """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
-        says why each text ended. Rank 0 calls `on_tokens` after every round. What that raises is
-        raised here, once the batch has ended on all ranks. Raises `UserError` for prompts that
-        cannot be continued."""
+        says why each text ended. Rank 0 calls `on_tokens` after every round, and ends a row's text
+        if it returns False, also NumPy's or a tensor's; 0 and None go on. What it raises is raised
+        here, once the batch has ended on all ranks. Raises `UserError` for prompts that cannot be
+        continued, or that differ between ranks."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = checked_prompts(prompts, context, self.models.vocab_size)
+        if self.channel and len(set(gather(hash(tuple(map(tuple, prompts)))))) > 1:
+            raise UserError("all ranks must call a decoder with the same prompts")
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         if self.channel is None or self.placement.rank == 0:
@@ -95,7 +97,8 @@ class Decoder:
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:
-                    if on_tokens(row, new_tokens, source) is False:
+                    told = on_tokens(row, new_tokens, source)
+                    if getattr(told, "dtype", type(told)) in (bool, torch.bool) and not told:
                         sequences.stop(row)
             except BaseException as problem:  # other ranks are at work: end the batch with them
                 sequences.failure = problem

@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoTokenizer, __version__
 from transformers.utils import cached_file
 
 from cli.settings import DecodingSettings, read_prompts
-from cli.text import printable
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
-from engine.errors import UserError, reported_as
+from engine.errors import UserError, printable, reported_as
 from engine.model import CausalLM, context_length, load
 from engine.tensor_parallel import check_shardable, split
 from run.placement import Placement
@@ -87,7 +86,7 @@ class Job:
                 dist.barrier(placement.patient_group)
         if target:
             target = self.ready(target)
-        ignored = target.not_applied(self.settings.temperature > 0) if placement.rank == 0 else {}
+        ignored = target.not_applied(self.settings) if placement.rank == 0 else {}
         if ignored:
             asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
             print(printable(f"not applied, though {self.settings.target} asks for it in "

@@ -19,6 +19,7 @@ class Placement:
     """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
     is one, else on the CPU. In ssd the last of several ranks holds the draft, and all others hold
     the target together."""
+    met = None  # the default group in which this process has met the others
 
     def __init__(self, settings: DecodingSettings):
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -67,16 +68,7 @@ class Placement:
         asked = {name: str(value) for name, value in asked.items()}
         with watch(waits, 10, 600):
             with reported_as("the ranks cannot meet", (RuntimeError, ValueError)):
-                store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
-                given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
-                dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
-            atexit.register(leave_groups)
-            if store:  # gloo takes whoever connects first, from any account, for the other rank
-                store.set(str(self.rank), secrets.token_hex())
-                words = [store.get(str(rank)).decode() for rank in range(2)]
-                if gather(words[self.rank]) != words:
-                    raise UserError("another program has connected in the place of a rank")
-            self.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
+                self.meet(f"{waits}, in whose place another program may have connected")
             ranks = gather((str(self.device), asked))
         different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if different:
@@ -87,6 +79,30 @@ class Placement:
             self.world_group = self.new_group(self.world_size)
         if self.tp_size > 1:
             self.tp_group = self.new_group(self.tp_size)
+
+    def meet(self, doubt: str) -> None:
+        """Join the default group, unless an earlier `Job` or the script has, and a patient one. Say
+        `doubt` if a rank that has connected says nothing."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            raise ValueError("make the script's process group with gloo, or leave it to Job.load")
+        if Placement.met and Placement.met is dist.group.WORLD:
+            return
+        store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
+        if not dist.is_initialized():
+            given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
+            dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
+            atexit.register(leave_groups)
+        Placement.met = dist.group.WORLD
+        Placement.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
+        if store:  # gloo takes whoever connects first, from any account, for the other rank
+            store.set(str(self.rank), secrets.token_hex())
+            words = torch.tensor([list(store.get(str(rank))) for rank in range(2)])  # [2, 64]
+            for group in (None, self.patient_group):  # each has connections of its own
+                told = list(torch.zeros_like(words))
+                with watch(doubt, 10, 100):
+                    dist.all_gather(told, words[self.rank], group)
+                if not torch.stack(told).equal(words):
+                    raise UserError("another program has connected in the place of a rank")
 
     def new_group(self, size: int) -> dist.ProcessGroup:
         """Make a group of the first `size` ranks."""

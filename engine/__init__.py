@@ -1,0 +1,20 @@
+"""A Hugging Face model behind KV slots. This runs before PyTorch's compiler is imported, which runs
+what it finds in its cache: by default in the temporary folder, where others could have made it."""
+import os
+import tempfile
+from pathlib import Path
+
+PRIVATE = ".saguaro-"  # begins the names of folders in the temporary folder
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch itself sets it to the default
+SHARED = os.path.join(tempfile.gettempdir(), "torchinductor_")
+if os.environ.get(CACHE, SHARED).startswith(SHARED):
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "saguaro")
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        if folder.stat().st_uid != getattr(os, "getuid", int)():  # on Windows all are 0
+            raise PermissionError
+    except (OSError, RuntimeError):  # there is no home, or none that can be written
+        until_exit = tempfile.TemporaryDirectory(prefix=PRIVATE)
+        folder = until_exit.name
+    os.environ[CACHE] = str(folder)
