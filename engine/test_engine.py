@@ -261,10 +261,10 @@ def decoder_of(settings: Settings) -> Decoder:
     return Decoder(settings, job.load())
 
 
-def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
-    """Of all batches with all choices."""
+def texts_of_rounds(decoder: Decoder, count: int) -> list[list[list[int]]]:
+    """Of all batches, with the first of `ROUNDS`."""
     texts = []
-    for choices in ROUNDS:
+    for choices in ROUNDS[:count]:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
         texts += map(Decoder(settings, decoder.models), BATCHES)
     return texts
@@ -278,7 +278,7 @@ def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) ->
     return replay(graph, inputs) + 1
 
 
-def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
+def decode_on_gpus(gpus, settings: Settings, devices: list[str], rounds: int) -> list:
     """A rank's job."""
     gpus(len(devices) - devices.count("cpu"))
     cuda_graphs.WIDTHS = [16]
@@ -286,7 +286,7 @@ def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
     decoder = decoder_of(settings)
     shared = [ONE[0] if device in THREE else device for device in devices]  # where GPUs are few
     assert decoder.placement.devices in (devices, shared if gpus is real_gpus else devices)
-    texts = texts_of_rounds(decoder)
+    texts = texts_of_rounds(decoder, rounds)
     for model in decoder.models[:2]:
         eager = settings.passes == "eager" or not model or model.device == CPU
         assert bool(eager) != bool(model and model.kv.graphs)
@@ -299,35 +299,36 @@ ONE = ["cuda:0"]
 TWO = ["cuda:0", "cuda:1"]
 THREE = [*TWO, "cuda:2"]
 LLAMA = ("llama", dict(num_hidden_layers=1))
-GPU_RUNS = (  # devices of the ranks, model, settings
-    (ONE, LLAMA, {}), *((ONE, model, {}) for model in windowed(8)),
-    (ONE, LLAMA, dict(dtype="float32", passes="eager")), (ONE, LLAMA, dict(mode="sd")),
-    (ONE, LLAMA, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, dict(dtype="float32")),
-    (TWO, LLAMA, {}), (TWO, LLAMA, dict(mode="sd")), (TWO, LLAMA, dict(mode="sd", passes="eager")),
-    (THREE, LLAMA, {}))
+GPU_RUNS = (  # devices of the ranks, model, how many of ROUNDS, settings
+    (ONE, LLAMA, 5, {}), (TWO, LLAMA, 5, {}), *((ONE, model, 2, {}) for model in windowed(8)),
+    (ONE, LLAMA, 2, dict(dtype="float32", passes="eager")), (ONE, LLAMA, 2, dict(mode="sd")),
+    (ONE, LLAMA, 2, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, 2, dict(dtype="float32")),
+    (TWO, LLAMA, 2, dict(mode="sd")), (TWO, LLAMA, 2, dict(mode="sd", passes="eager")),
+    (THREE, LLAMA, 2, {}))
 
 
 @slow
-@pytest.mark.parametrize("gpus, devices, model, choices", [
+@pytest.mark.parametrize("gpus, devices, model, rounds, choices", [
     case for run in GPU_RUNS for case in on_gpus(*run)])
-def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(gpus, devices, model, choices, tmp_path):
+def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(
+        gpus, devices, model, rounds, choices, tmp_path):
     """Both models on one GPU; the draft on a CPU, through gloo; on another GPU, by messages through
     NCCL; a target that two GPUs share; windows, that move in captured passes. No tensor meets one
     of another device, and none is copied inside a capture."""
     family, changes = model
     pair = save_pair(tmp_path, family, **dict(num_hidden_layers=2) | changes)
     settings = Settings(**dict(dtype="float64") | choices | pair)
-    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")))
-    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices)[0] == expected
+    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")), rounds)
+    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices, rounds)[0] == expected
 
 
 def decode_batches(gpus, settings: Settings) -> tuple[list, list[int]]:
-    """A rank's job: the texts of 50 batches, and the bytes in use after each."""
+    """A rank's job: the texts of 15 batches, and the bytes in use after each."""
     gpus()
     decoder = decoder_of(settings)
     texts = []
     used = []
-    for _ in range(50):
+    for _ in range(15):
         texts += decoder(RAGGED)
         used.append(torch.cuda.memory_allocated())
     return texts, used
@@ -339,11 +340,11 @@ def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus, tmp_path):
     pair = save_pair(tmp_path)
     settings = Settings(dtype="bfloat16", temperature=1.0, max_new_tokens=8, **pair)
     [(texts, used)] = in_ranks(1, decode_batches, gpus, settings)
-    assert 0 < max(used[25:]) <= max(used[:25])
-    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(50 * RAGGED, texts, strict=True)]
+    assert 0 < max(used[8:]) <= max(used[:8])
+    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(15 * RAGGED, texts, strict=True)]
     model = load(settings.target, None, torch.bfloat16, "cpu")
     finding = audit_groups(model, told, warpers_of(1.0, 0, 1.0), len(told))["all"]
-    assert finding.tokens == 1600 and min(finding.p_values.values()) > ALPHA
+    assert finding.tokens == 480 and min(finding.p_values.values()) > ALPHA
 
 
 def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
@@ -394,13 +395,14 @@ launch(Settings, "run")"""
 @slow
 @pytest.mark.parametrize("gpus", on_gpus())
 def test_a_killed_rank_on_a_gpu_ends_the_other(gpus, tmp_path):
-    """Which soon waits for NCCL, in vain."""
+    """Which soon waits for NCCL, in vain. (For gloo, which stands in: `FAULTS` of cli.)"""
     (tmp_path / "decoding.py").write_text(DECODING.format(gpus.__name__))
     words = [sys.executable, tmp_path / "decoding.py", "x", "--dtype", "float64",
              "--ignore-eos", "--max-new-tokens", "480", "--pace", "200", "1"]
+    victims = (1, 0) if gpus is real_gpus else (1,)
     processes = [psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(2)]
-    for victim, process in enumerate(processes):
+                              env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in victims]
+    for victim, process in zip(victims, processes):
         assert any(b"continued" in line for line in process.stdout), "it decodes"
         ranks = [process, *process.children()]
         ranks[victim].kill()
@@ -574,9 +576,11 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     target = random_model(family, **changes)
     pair = copy.deepcopy(target), imitation(target, 0.15)  # as they are changed
     decoder = make_decoder(*pair, mode="sd", max_new_tokens=18)
+    decoder.models = decoder.models._replace(max_length=48)  # of the longest text to come
     run_on_graphs(decoder)
-    decoder([[7] * 30])
+    decoder([[3]])
     before = FakeGraph.captures
+    decoder([[7] * 30])
     assert decoder([[1, 2]]) == greedy_reference(target, [[1, 2]], 18)
     assert FakeGraph.captures == before > 0
     assert FakeGraph.replays > FakeGraph.captures, "not on trial alone"
@@ -594,7 +598,7 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
 
 def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
     """How often the compiler is called for a pair whose target has so many layers, in all passes of
-    sd and of ssd, with rows that hit and rows that miss."""
+    ssd, in rounds that hit and rounds that miss."""
     def compile_nothing(graph, inputs):
         compiled.append(graph)
         return graph
@@ -605,9 +609,7 @@ def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
     target = random_model.__wrapped__(family, **changes | dict(num_hidden_layers=layers))
     decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=18)
     run_on_graphs(decoder)
-    for settings in (decoder.settings, replace(decoder.settings, mode="sd")):
-        for batch in (RAGGED, RAGGED[:1]):
-            Decoder(settings, decoder.models)(batch)
+    decoder(RAGGED[:1])
     return len(compiled)
 
 
@@ -617,7 +619,7 @@ def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
 def test_all_layers_share_what_is_compiled(family, changes, fake_graphs, monkeypatch):
     """PyTorch gives up on the ninth layer of those that it compiles one by one."""
     few = compilations(2, family, changes, monkeypatch)
-    assert 0 < few == compilations(12, family, changes, monkeypatch)
+    assert 0 < few == compilations(9, family, changes, monkeypatch)
 
 
 def lack_compiler(graph, inputs):
