@@ -30,21 +30,8 @@ from audit.evidence import (
 )
 from audit.replay import Replayed, Text, precision_of, replay, target_logits, warpers_of
 from cli.settings import TINY
-from test_equivalence import (
-    MISTAKES,
-    draw_uniforms,
-    random_distributions,
-    replace_line,
-    texts_of,
-)
-from testing.shared import (
-    RAGGED,
-    assert_close,
-    imitation,
-    make_decoder,
-    random_model,
-    run_rounds,
-)
+from test_equivalence import MISTAKES, draw_uniforms, random_distributions, replace_line, texts_of
+from testing.shared import RAGGED, assert_close, imitation, make_decoder, random_model, run_rounds
 
 # for every id a set of 20 ids, or choices; an id is in 20 of these sets
 SHIFTED = (torch.arange(40)[:, None] + torch.arange(40)) % 40

@@ -1,10 +1,5 @@
-"""All tests, in two processes side by side.
-
-    python -m testing                    all of it
-    python -m testing -m "not slow"      or any other options of pytest
-
-The exit status is 0 if all have passed. `python -m pytest` runs the same tests in one process.
-"""
+"""All tests, in two processes side by side: `python -m testing`, and any options of pytest. In one
+process: `python -m pytest`. The exit status is 0 if all have passed."""
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
