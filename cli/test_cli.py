@@ -513,7 +513,7 @@ def test_a_penalty_that_is_not_applied_is_named(tmp_path, pair, capsys):
     shutil.copytree(TINY / "target", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     kept = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_length": 99,
-            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0}
+            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0, "min_p": 0.1}
     words = ["--mode", "ar", "--max-new-tokens", 30, "def fibonacci(n):", "--target", tmp_path]
     outputs = []
     for penalties, named in (({}, ""), ({"repetition_penalty": 1.05, "forced_eos_token_id": 1},
@@ -821,19 +821,8 @@ def assert_quiet(errors: str) -> None:
         assert re.fullmatch(f"{NOTICE}|{NO_ADDRESS}|{ON_MACS}", line), line
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory):
-    """The command, started by torchrun, which imports while another test waits; its folder."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    process = start_command(folder, "torchrun", 24, sys.executable, "-m", "torch.distributed.run",
-                            "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2")
-    yield process, folder
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 @slow
-def test_no_rank_outlives_the_other_nor_its_launcher(torchrun, tmp_path):
+def test_no_rank_outlives_the_other_nor_its_launcher(tmp_path):
     processes = {}
     ranks = {}
     python = tmp_path / "python"
@@ -1201,8 +1190,9 @@ def test_the_draft_computes_while_the_target_verifies(pair, tmp_path):
 
 
 @slow
-def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torchrun, tmp_path):
-    whole, folder = torchrun
+def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(tmp_path):
+    whole = start_command(tmp_path, "torchrun", 24, sys.executable, "-m", "torch.distributed.run",
+                          "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2")
     part = start_command(tmp_path, "python", 480, sys.executable)
     screen = tmp_path / "python"
     try:
@@ -1215,12 +1205,13 @@ def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torc
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         assert (whole.wait(200), part.wait()) == (0, -signal.SIGINT)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(part.pid, signal.SIGKILL)
-    for errors in (folder / "torchrun.err", tmp_path / "python.err"):
-        assert_quiet(errors.read_text())
-    _, (complete,), _ = read_output(folder / "torchrun.jsonl")
-    assert complete["text"] in (folder / "torchrun").read_text()
+        for process in (whole, part):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for name in ("torchrun", "python"):
+        assert_quiet((tmp_path / f"{name}.err").read_text())
+    _, (complete,), _ = read_output(tmp_path / "torchrun.jsonl")
+    assert complete["text"] in (tmp_path / "torchrun").read_text()
     streamed = screen.read_text().partition("continued -----\n")[2]
     length = min(len(streamed), len(complete["text"]))
     assert streamed[:length] == complete["text"][:length] != ""

@@ -569,6 +569,13 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     assert left == before - ours, "NCCL would wait for the end of those with all-reduces"
 
 
+def test_buffers_for_more_rows_keep_the_slots_of_a_longer_text():
+    model = CausalLM(random_model())
+    model.allocate(3, 40, 0)
+    model.allocate(4, 32, 0)
+    assert (model.kv.rows, model.kv.slots) == (4, 40)
+
+
 def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
     """How often the compiler is called for a pair whose target has so many layers, in all passes of
     ssd, in rounds that hit and rounds that miss."""
