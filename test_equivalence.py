@@ -289,25 +289,6 @@ def test_block_verification_has_the_targets_joint_distribution():
     assert goodness_of_fit((3 * new[:, 0] + second).bincount(minlength=9), joint) > ALPHA
 
 
-def test_block_verification_accepts_i_tokens_or_more_with_probability_w_i():
-    """Which, given the tokens, is never less than by themselves, where it is a product of
-    min(1, p / q)."""
-    p = random_distributions(200_000, 4, 5)
-    q = random_distributions(200_000, 3, 5, seed=1)
-    tokens = sampling.inverse_cdf(q, draw_uniforms(200_000, 3))
-    by_block, by_token = (rule(p, tokens, q, draw_uniforms(200_000, 4, seed=1))[0]
-                          for rule in (VERIFICATIONS["block"], sampling.verify))
-    ratio = (p[:, :3].gather(2, tokens[..., None]) / q.gather(2, tokens[..., None])).squeeze(2)
-    w = each = torch.ones(200_000)
-    for i in range(3):
-        w = (w * ratio[:, i]).clamp(max=1)
-        each = each * ratio[:, i].clamp(max=1)
-        assert (w >= each - 1e-12).all()
-        for k, share in ((by_block, w), (by_token, each)):
-            assert_close((k > i).double().mean(), share.mean(), 0.005)
-    assert w.mean() > each.mean() + 0.01
-
-
 @pytest.mark.parametrize("backup", ("neural", "random"))
 def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
     """Bit for bit the q that came with it: the condition of all proofs, after hits and misses."""
