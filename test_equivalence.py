@@ -49,6 +49,7 @@ import os
 import random
 import sys
 import textwrap
+from dataclasses import replace
 from functools import lru_cache
 from statistics import mean
 
@@ -59,27 +60,20 @@ from transformers import GenerationConfig
 import cache
 import draft_worker
 import engine.model
+import figures.guesses
 import ideas
 import saguaro
 import sampling
 from audit.evidence import ALPHA, audit_groups, evenness, smallest
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
-from cli.settings import TINY, Settings
+from cli.settings import Settings
 from draft_worker import DraftWorker
-from engine.counts import GuessCounts
 from engine.model import CausalLM
-from figures.guesses import (
-    counted_acceptance_rate,
-    counted_hit_rate,
-    counted_miss_rates,
-    fit_power_law,
-)
 from ideas import SPECULATORS, VERIFICATIONS
-from ideas.confident import ConfidentDraft
 from ideas.lookup import prompt_lookup
 from run.decoder import Decoder, make_plan
-from run.job import Job, Models
+from run.job import Models
 from run.placement import Placement
 from sampling import Sampler, UniformStream
 from target_worker import TargetWorker
@@ -194,7 +188,6 @@ def test_ids_alone_are_exact_for_any_q_and_accepted_with_sum_p_q(kind):
     q = PROPOSALS[kind](p, random_distributions(500, 7, seed=1))
     q = q / q.sum(-1, keepdim=True)
     by_ids = []
-    by_q = []
     for token in range(7):
         drafted = torch.full((500,), token)
         mass = sampling.point_mass(drafted, like=p)
@@ -202,11 +195,7 @@ def test_ids_alone_are_exact_for_any_q_and_accepted_with_sum_p_q(kind):
         replaced = (1 - accept)[:, None] * sampling.residual(p, mass)
         assert_close(accept[:, None] * mass + replaced, p)
         by_ids.append(q[:, token] * accept)
-        accept = sampling.acceptance_probability(p, q, drafted).nan_to_num(0)  # 0/0: never drafted
-        by_q.append(q[:, token] * accept)
     assert_close(sum(by_ids), (p * q).sum(-1))
-    assert_close(sum(by_q), torch.minimum(p, q).sum(-1))
-    assert (sum(by_ids) <= sum(by_q) + 1e-12).all()
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
@@ -232,7 +221,7 @@ def test_in_a_large_vocabulary_every_token_is_drawn_with_its_probability_to_1e_9
 
 
 @pytest.mark.parametrize("temperature, top_k, top_p", [
-    (1.0, 0, 1.0), (0.85, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8), (1.5, 20, 0.9), (0.3, 5, 0.5)])
+    (1.0, 0, 1.0), (0.85, 0, 1.0), (1.0, 3, 1.0), (1.0, 0, 0.8), (9.0, 20, 0.9), (0.3, 5, 0.5)])
 def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, top_p):
     logits = 3 * random_distributions(64, 40).log()
     config = GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -241,7 +230,9 @@ def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, 
                                 (torch.bfloat16, torch.float32, 1e-5)):
         given = logits.to(dtype)
         ours = Sampler(temperature, top_k, top_p).probabilities(given.view(4, 16, 40)).view(64, 40)
-        assert_close(ours, processors(None, given.to(wide)).softmax(-1), within)
+        audits = warpers_of(temperature, top_k, top_p)
+        for warpers in (processors, audits):
+            assert_close(ours, warpers(None, given.to(wide)).softmax(-1), within)
 
 
 def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
@@ -260,7 +251,7 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
         monkeypatch.setattr(UniformStream, "draw", lambda *given: record(drawn, draw(*given)))
         monkeypatch.setitem(VERIFICATIONS, "token", lambda p, tokens, q, uniforms, *more:
                             sampling.verify(p, tokens, q, record(used, uniforms), *more))
-        for seed in range(3):
+        for seed in range(2):
             decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
                                    max_new_tokens=30)
             for prompts in (RAGGED, RAGGED[:1], RAGGED[:1]):
@@ -413,7 +404,8 @@ SETTINGS = [  # the first also in the edit loop
                       samples=30_000), marks=slow),
     *(pytest.param(dict(temperature=0.7, downweight=0.5, fan_out="confident", backup=backup,
                         samples=30_000), marks=slow) for backup in ("lookup", "random")),
-    dict(temperature=1.4, downweight=0.5, verification="block", samples=30_000)]
+    pytest.param(dict(temperature=1.4, downweight=0.5, verification="block", samples=30_000),
+                 marks=slow)]
 
 
 def test_the_statistic_accepts_the_truth_and_sees_two_percent():
@@ -483,7 +475,7 @@ class RandomRun:
         self.texts = []
         self.rounds = []  # of all batches, whose rows are numbered on
         self.later = []   # without round 0
-        while len(self.texts) < (16 if self.greedy else 32):
+        while len(self.texts) < min(16 if self.greedy else 32, 12 * rows):
             prompts = [[choose.randrange(40)] * choose.choice((1, 2, 7, 60, 120))
                        for _ in range(rows)]
             texts, rounds = texts_and_rounds(self.decoder, prompts)
@@ -495,7 +487,8 @@ class RandomRun:
 
 random_run = lru_cache(RandomRun)  # two tests look at each
 FIRST_SEED = int(os.environ.get("FIRST_SEED", 0))  # others draw other settings
-RANDOM_SEEDS = [pytest.param(FIRST_SEED + seed, marks=slow if seed > 3 else ())
+QUICK_SEEDS = (1, 2, 11, 16)
+RANDOM_SEEDS = [pytest.param(FIRST_SEED + seed, marks=() if seed in QUICK_SEEDS else slow)
                 for seed in range(24)]
 
 
@@ -707,17 +700,6 @@ def test_a_draft_may_draw_from_a_wider_q():
 # ======== Speed ========
 
 # ---- 6. the speculation cache (section 4.1), Saguaro sampling (4.2), and what they are worth ----
-def test_fan_out_is_the_closed_form_of_theorem_12_rounded():
-    """By whatever rounding, where no F_k is to be 0."""
-    for budget, K, a, r in itertools.product((35, 200, 1115, 1235), (0, 1, 2, 3, 7),
-                                             (9 / 25, 0.5, 16 / 25, 0.8), (0.3, 1.0, 2.0)):
-        exact = a ** (torch.arange(K + 1).double() / (1 + r))
-        exact[K] *= (1 - a) ** (-1 / (1 + r))
-        exact *= budget / exact.sum()
-        shape = torch.tensor(cache.geometric_fan_out(budget, K, a, r))
-        assert exact.min() < 1 or (shape - exact).abs().max() < 1.5, (budget, K, a, r)
-
-
 def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
     """Of integers: here the power law must also say something of F = 0, which counts as 2. And the
     uniform one is as even as these can be."""
@@ -735,20 +717,6 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
         assert misses(ours) <= min(map(misses, shapes)) + 1e-12, (budget, K, a, r)
         uniform = cache.uniform_fan_out(budget, K, a, r)
         assert uniform in shapes and max(uniform) - min(uniform) <= 1
-
-
-def test_no_shape_hits_more_often_whatever_the_likelihoods_are():
-    """Of many rows at once, by brute force."""
-    for budget, K in itertools.product((0, 1, 2, 5), range(4)):
-        likelihood = random_distributions(20, K + 1)
-        right = draw_uniforms(20, K + 1, budget, seed=1).sort(-1, descending=True).values
-        hits = torch.cat([torch.zeros(20, K + 1, 1), right.cumsum(-1)], -1) * likelihood[..., None]
-        shapes = itertools.product(range(budget + 1), repeat=K + 1)
-        best = torch.stack([hits[:, range(K + 1), shape].sum(1)
-                            for shape in shapes if sum(shape) == budget]).amax(0)
-        ours = cache.best_fan_out(likelihood, right, budget)
-        assert (ours.sum(1) == budget).all()
-        assert_close(hits.gather(-1, ours[..., None]).sum((1, 2)), best)
 
 
 def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distributions():
@@ -797,64 +765,6 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
     for source, name in enumerate(("fan_out", "fan_out_after_backup")):
         means = [round(mean(column), 1) for column in zip(*shapes[source])]
         assert decoder.stats.summary()[name] == means and len(set(map(tuple, shapes[source]))) > 3
-
-
-def hits_of_shapes(prompts: list[list[int]], budgets: tuple[int, ...], **choices) -> dict:
-    """Whether caches of every budget and two shapes, geometric and confident, would have hit, for
-    the very same outcomes of the embedded pair: `[rounds, 2]` booleans of each budget. The cache
-    that these runs have does not matter, so it is small."""
-    hits = {budget: [] for budget in budgets}
-    geometric = [torch.tensor(cache.geometric_fan_out(budget, 7, 0.8, 1.0)) for budget in budgets]
-    last = []
-
-    def count(draft: DraftWorker, speculation: Speculation) -> torch.Tensor:
-        if not draft.guess_counts.last:  # round 0
-            return fan_out(draft, speculation)
-        guesses, _, length = draft.guess_counts.last  # of this round
-        while last:
-            before, then, shapes = last.pop()
-            k = length - then - 1
-            row = torch.arange(len(k))[k >= 0]
-            k = k[row]
-            found = before[row, k] == draft.text[row, length[row] - 1, None]
-            number = found.long().argmax(1).where(found.any(1), max(budgets))
-            for budget, fixed, confident in zip(budgets, geometric, shapes):
-                hits[budget].append(torch.stack([number < fixed[k], number < confident[row, k]], 1))
-        plan = draft.plan
-        shapes = []
-        for budget in budgets:
-            draft.plan = plan._replace(fan_out=[[budget]])
-            shapes.append(fan_out(draft, speculation))
-        draft.plan = plan
-        last.append((guesses, length, shapes))
-        return fan_out(draft, speculation)
-
-    fan_out = ConfidentDraft.fan_out
-    job = Job(Settings(lookahead=7, budget=1, fan_out="confident", ignore_eos=True, device="cpu",
-                       prompts=str(TINY / "prompts.jsonl"), **choices))
-    decoder = Decoder(job.settings, job.load())
-    torch.set_num_threads(1)
-    decoder.draft.num_guesses = max(budgets)
-    decoder.draft.guess_counts = GuessCounts(7, max(budgets))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfidentDraft, "fan_out", count)
-        decoder(job.prompts[prompts])
-    return {budget: torch.cat(found).double() for budget, found in hits.items()}
-
-
-@slow
-@pytest.mark.parametrize("temperature, prompts, tokens", (
-    (0, slice(10), 60), (1, slice(10), 60), (0, slice(3), 250)))  # long texts repeat themselves
-def test_confident_shapes_hit_at_least_as_often_as_geometric_ones(temperature, prompts, tokens):
-    """By no more than an error less with any budget, and more often in all."""
-    gains = []
-    for budget, hits in hits_of_shapes(prompts, (4, 8, 12, 24, 48), temperature=temperature,
-                                       max_new_tokens=tokens).items():
-        gain = hits[:, 1] - hits[:, 0]
-        assert len(gain) > 100
-        assert gain.mean() > -gain.std() / len(gain) ** 0.5, budget
-        gains.append(float(gain.mean()))
-    assert mean(gains) > 0.01, gains
 
 
 def test_look_up_hits_if_and_only_if_the_outcome_was_guessed():
@@ -974,12 +884,14 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
     T_p = max(1.0, 5 * draft_pass)
     backups = []
     for rows in (1, 2, 4, 8, 16, 32, 64):
-        chosen_plan = make_plan(settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
-                                    miss_exponent=0.3, batch_size=rows, pace=pace))
-        backups.append(chosen_plan.backup)
+        auto = settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
+                        miss_exponent=0.3, batch_size=rows, pace=pace)
+        plan = make_plan(auto)
+        backups.append(plan.backup)
+        assert plan[:2] == make_plan(replace(auto, backup=plan.backup))[:2]
         speed = {"neural": cache.throughput(hit_rate, E, E, T_p, T_p - 1 + 4 * draft_pass, rows),
                  "random": cache.throughput(hit_rate, E, E_random, T_p, T_p - 1, rows)}
-        assert speed[chosen_plan.backup] == max(speed.values()), rows
+        assert speed[plan.backup] == max(speed.values()), rows
     assert set(backups) == chosen
 
 
@@ -992,12 +904,12 @@ def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
     hits = float((number < torch.tensor(shape)[accepted]).double().mean())
     cells = accepted * (depth + 1) + number.clamp(max=depth)
     table = torch.bincount(cells, minlength=6 * (depth + 1)).view(6, depth + 1)
-    assert counted_hit_rate(table, shape) == pytest.approx(hits)
+    assert figures.guesses.counted_hit_rate(table, shape) == pytest.approx(hits)
     assert cache.power_law_hit_rate(shape, a, r) == pytest.approx(hits, abs=0.005)
-    assert counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
-    miss_rates = counted_miss_rates(table)
-    assert fit_power_law(miss_rates) == pytest.approx(r, abs=0.05)
-    assert fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
+    assert figures.guesses.counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
+    miss_rates = figures.guesses.counted_miss_rates(table)
+    assert figures.guesses.fit_power_law(miss_rates) == pytest.approx(r, abs=0.05)
+    assert figures.guesses.fit_power_law([0.0] * 8) == 1.0, "nothing missed, nothing to fit"
 
 
 def test_the_draft_counts_which_guess_every_bonus_token_was():
@@ -1013,7 +925,7 @@ def test_the_draft_counts_which_guess_every_bonus_token_was():
         assert table.sum(1).equal(torch.bincount(k, minlength=4))
     sources = torch.cat([speculation.source for speculation, _ in record[2:]])
     hits = float((sources == PRIMARY).double().mean())
-    assert counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
+    assert figures.guesses.counted_hit_rate(sum(tables), [3, 2, 1, 2]) == pytest.approx(hits)
     assert 0.2 < hits < 0.98
 
 
@@ -1068,35 +980,39 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
     """By plain passes. The outcomes: for each k, after the text and s_1..s_k, the likeliest tokens
     but for s_{k+1}. Each branch: q of every step is what follows the text, s_1..s_k, t* and the
     branch's own tokens; and a backup's, what follows the text and its own; both by Saguaro
-    sampling."""
-    shape = [3, 2, 1, 2]
+    sampling, with the F of the cache that will follow."""
     target = random_model(family, num_hidden_layers=2, **changes)
-    decoder = make_decoder(target, imitation(target, 0.2), temperature=temperature,
-                           fan_out="3,2,1,2", downweight=0.5)
+    decoder = make_decoder(target, imitation(target, 0.1), temperature=temperature, budget=8,
+                           acceptance_rate=0.9, backup_acceptance_rate=0.1, downweight=0.5,
+                           top_k=9, top_p=0.95)
     draft = decoder.draft
-    record = run_rounds(decoder, RAGGED, 4)
+    shapes = draft.plan.fan_out
+    assert shapes[PRIMARY][0] < shapes[BACKUP][0]
+    record = run_rounds(decoder, RAGGED, 3)
     speculation, outcome = record[-1]
     speculation = draft.speculate(speculation, outcome, draft.pre_speculate(speculation))
     prepared = draft.pre_speculate(speculation)
 
     def plainly(text: list[int], last: int) -> torch.Tensor:
         with torch.no_grad():
-            logits = draft.model.model(torch.tensor([text])).logits[0, -last:]
-        return Sampler(temperature or 1).probabilities(logits)
+            return draft.model.model(torch.tensor([text])).logits[0, -last:]
 
-    def assert_follows(text: list[int], tokens: torch.Tensor, q: torch.Tensor) -> None:
+    def assert_follows(text: list[int], tokens: torch.Tensor, q: torch.Tensor, shape) -> None:
         follows = plainly(text + tokens.tolist(), 4)[:3]
         if temperature == 0:
             assert tokens.equal(follows.argmax(-1))
             return
+        follows = Sampler(temperature, top_k=9, top_p=0.95).probabilities(follows)
         for step in range(3):
             sigma = sampling.saguaro_distribution(follows[step], shape[step], 0.5)
             assert_close(q[step], sigma, 1e-6)  # Llama 4 rounds to float32
 
+    assert {*speculation.source.tolist()} == {PRIMARY, BACKUP}
     for row, drafted in enumerate(speculation.tokens):
+        shape = shapes[speculation.source[row]]
         text = draft.text[row, :draft.length[row]].tolist()
         scores = plainly(text + drafted.tolist(), 4)
-        scores[range(3), drafted] = -1
+        scores[range(3), drafted] = -torch.inf
         likeliest = set()
         for k, F in enumerate(shape):
             likeliest |= {(k, token) for token in scores[k].topk(F).indices.tolist()}
@@ -1104,13 +1020,13 @@ def test_the_tree_grows_from_the_likeliest_outcomes_as_if_each_were_the_text(
         assert {(k, bonus) for k, bonus in guesses} == likeliest
         for branch, (k, bonus) in enumerate(guesses):
             assert_follows([*text, *drafted[:k].tolist(), bonus], prepared.tokens[row, branch],
-                           prepared.q[row, branch])
-        assert_follows(text, drafted, speculation.q[row])
+                           prepared.q[row, branch], shapes[PRIMARY])
+        assert_follows(text, drafted, speculation.q[row], shape)
 
 
 def test_a_row_of_a_batch_decodes_in_the_very_rounds_in_which_it_decodes_alone():
-    """No neighbour, finished or not, changes what is proposed to it. Rows 0 and 2 end early, with
-    tokens that no other text has."""
+    """No neighbour, finished or not, changes what is proposed to it; and the backup drafts only if
+    a row that goes on has missed. Rows 0 and 2 end early, with tokens that no other text has."""
     target = random_model()
     draft = imitation(target, 0.15)
     texts = greedy_reference(target, RAGGED, 30)
@@ -1121,6 +1037,9 @@ def test_a_row_of_a_batch_decodes_in_the_very_rounds_in_which_it_decodes_alone()
         decoder = make_decoder(target, draft, max_new_tokens=30)
         decoder.eos = eos
         _, rounds = texts_and_rounds(decoder, prompts)
+        missed = [any(row.source == BACKUP for row in rows)
+                  for number, *_, rows in decoder.stats.log if number > 0]
+        assert len(decoder.stats.seconds_of("backup")) == sum(missed)
         return [[(new, source) for number, new, source in rounds if number == row]
                 for row in range(len(prompts))]
 

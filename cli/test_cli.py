@@ -43,11 +43,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import bench as bench_py
 import cache
 import draft_worker
 import run
 import test_equivalence
-from cache import PRIMARY, RowRound
+from cache import BACKUP, PRIMARY, RowRound
 from cli import launch
 from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
@@ -57,6 +58,7 @@ from engine.errors import UserError, first_line, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
+from figures.guesses import fit_shape
 from ideas import SPECULATORS
 from run import placement, screen
 from run.decoder import Decoder, make_plan
@@ -156,7 +158,9 @@ def pair(tmp_path_factory) -> list:
     target = random_model(  # two or three ranks may share it
         vocab_size=2048, max_position_embeddings=128, hidden_size=48, num_attention_heads=6,
         num_key_value_heads=6)
-    for name, model in (("target", target), ("draft", imitation(target, 0.15))):
+    draft = imitation(target, 0.15)
+    draft.resize_token_embeddings(1984, mean_resizing=False)  # families pad them differently
+    for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(folder / name)
         for file in (TINY / name).glob("tokenizer*.json"):
             shutil.copy(file, folder / name)
@@ -195,13 +199,11 @@ WRONG = {  # a command, and what is said about it
     "--prompts MESSAGES": "no text in a field prompt, question or text, but list",
     "--prompts WIDE": "it is no text in UTF-8; save it as UTF-8", "--prompts LONG": "context, 512",
     "--target CUT --mode ar": "its generation_config.json is damaged: Expecting",
-    "--draft CUT": "its generation_config.json is damaged: Expecting",
     "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--target PICKLED --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
     "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
-    "--target CODE": "it needs code of its own, which is not run here",
     "--draft CODE": "it needs code of its own, which is not run here",
     "a 'b <word>' --target ADDED --mode ar":
         "to 2048; the target's embedding has 0 to 2047",
@@ -280,22 +282,21 @@ def test_a_side_file_that_is_cut_in_half_is_not_taken_for_a_missing_one(name, co
     assert "--target" in the_error(obey("saguaro.py", *words)) or "chat" in name
 
 
-@slow
-def test_a_damaged_file_of_a_model_from_the_hub_is_not_taken_for_a_missing_one(tmp_path):
+def test_a_damaged_file_of_a_model_from_the_hub_is_not_taken_for_a_missing_one(
+        tmp_path, monkeypatch):
     """In the Hub's cache, offline: whole, damaged, missing."""
-    folder = tmp_path / "hub/models--own--model"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--own--model"
     snapshot = shutil.copytree(TINY / "draft", folder / "snapshots" / ("ab" * 20))
     (folder / "refs").mkdir()
     (folder / "refs/main").write_text("ab" * 20)
-    words = [sys.executable, ROOT / "saguaro.py", "--target", "own/model", "--mode", "ar",
-             "--max-new-tokens", "1"]
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    words = ["saguaro.py", "--target", "own/model", "--mode", "ar", "--max-new-tokens", 1]
     side = snapshot / "generation_config.json"
     for change, status in ((lambda: None, 0), (lambda: side.write_text("{"), 2), (side.unlink, 0)):
         change()
-        done = subprocess.run(words, env=environment, capture_output=True, text=True)
-        assert done.returncode == status, done.stderr
-        assert ("its generation_config.json is damaged" in done.stderr) == (status == 2)
+        found, output = obey(*words)
+        assert found == status, output
+        assert ("its generation_config.json is damaged" in output) == (status == 2)
 
 
 @pytest.mark.parametrize("problem, said", (
@@ -328,15 +329,9 @@ def test_no_file_of_a_model_is_overwritten(option, tmp_path):
         words = [option, tmp_path / "model", "--mode", "sd", "--max-new-tokens", 1, *output]
         assert f"': it belongs to {option}" in the_error(obey("saguaro.py", *words))
     assert (tmp_path / "link").read_bytes() == before
-
-
-@pytest.mark.parametrize("option", ("--output", "--trace"))
-def test_what_was_written_in_the_folder_of_a_model_is_written_anew(option, tmp_path):
-    shutil.copytree(TINY / "draft", tmp_path / "model")
-    words = ["--target", tmp_path / "model", "--mode", "ar", "--max-new-tokens", 1,
-             option, tmp_path / "model/out.json"]
+    output = ["--output", tmp_path / "model/out.json", "--trace", tmp_path / "model/trace.json"]
     for _ in range(2):
-        assert obey("saguaro.py", *words)[0] == 0
+        assert obey("saguaro.py", *words[:-2], *output)[0] == 0, "what was written by a run"
 
 
 def test_output_and_trace_may_not_be_one_file(pair, tmp_path):
@@ -562,6 +557,7 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     assert all(name in output for name in names)
 
 
+@slow
 def test_the_command_line_is_read_without_torch():
     """So --help and a wrong flag are answered at once."""
     program = "import sys, cli.settings, cli.launch; sys.exit('torch' in sys.modules)"
@@ -589,7 +585,7 @@ def test_a_penalty_that_is_not_applied_is_named(tmp_path, pair, capsys):
     shutil.copytree(TINY / "target", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     kept = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_length": 99,
-            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0}
+            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0, "min_p": 0.1}
     words = ["--mode", "ar", "--max-new-tokens", 30, "def fibonacci(n):", "--target", tmp_path]
     outputs = []
     for penalties, named in (({}, ""), ({"repetition_penalty": 1.05, "forced_eos_token_id": 1},
@@ -689,7 +685,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         perf_counter=lambda: now[0], sleep=lambda time: now.append(now.pop() + time + 0.001)))
     job = Job(Settings(mode="ar", pace=(1000, 0), prompt="x"))
     models = job.load()
-    models.set_pace(job.settings.pace)
+    Decoder(replace(job.settings, max_new_tokens=1), models)(job.prompts)  # sets the pace
     clock = models.target.clock
     stats = Stats()
     for passes, seconds in ((19, 7), (1, 1.5), (1, 1.5)):
@@ -943,19 +939,8 @@ def assert_quiet(errors: str) -> None:
         assert re.fullmatch(f"{NOTICE}|{NO_ADDRESS}|{ON_MACS}", line), line
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory):
-    """The command, started by torchrun, which imports while another test waits; its folder."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    process = start_command(folder, "torchrun", 24, sys.executable, "-m", "torch.distributed.run",
-                            "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2")
-    yield process, folder
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 @slow
-def test_no_rank_outlives_the_other_nor_its_launcher(torchrun, tmp_path):
+def test_no_rank_outlives_the_other_nor_its_launcher(tmp_path):
     processes = {}
     ranks = {}
     python = tmp_path / "python"
@@ -1193,6 +1178,7 @@ def join_as_intruder(store: Path, wrong: int) -> tuple[str, list[str]]:
         return str(problem), waited
 
 
+@slow
 @pytest.mark.parametrize("place", (1, 2))
 def test_ctrl_c_ends_also_the_first_process_of_a_container(place):
     """For which the kernel has no default action. Here it only believes to be the first."""
@@ -1207,6 +1193,7 @@ time.sleep(5)"""
     assert run.returncode == (128 + signal.SIGINT if place == 1 else -signal.SIGINT)
 
 
+@slow
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing tells the cores")
 @pytest.mark.parametrize("variable", ("OMP_PROC_BIND=true", "OMP_PLACES=cores",
                                       "GOMP_CPU_AFFINITY=0-1"))
@@ -1259,6 +1246,7 @@ def test_no_two_files_have_one_name():
     assert {name for name in names if names.count(name) > 1} <= {"__init__", "__main__"}
 
 
+@slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository of git")
 def test_the_line_ends_of_windows_do_not_reach_the_script_of_ci():
     """Git for Windows gives them to text files, and bash cannot run such a script."""
@@ -1287,6 +1275,7 @@ def test_who_connects_in_the_place_of_a_rank_is_told_nothing(group, tmp_path):
     assert any(sign in other.lower() for sign in launch.GONE), "before anything was said"
 
 
+@slow
 def test_a_script_of_ones_own_leaves_its_groups_before_python_ends(tmp_path):
     """Gloo's threads drop the tensors of the last message when they like. If Python was ending just
     then, it aborted: one script in three, with torch 2.15."""
@@ -1327,6 +1316,7 @@ def test_ranks_that_cannot_meet_end_with_one_sentence(variable, reason, monkeypa
         assert not watching.is_alive(), "it would end this process after ten minutes"
 
 
+@slow
 @pytest.mark.parametrize("redirection, variables", ((">&-", {}),
                                                     ("", {"PYTHONIOENCODING": "ascii"})))
 def test_texts_are_printed_whatever_standard_output_is(redirection, variables):
@@ -1386,8 +1376,9 @@ def test_the_draft_computes_while_the_target_verifies(pair, tmp_path):
 
 
 @slow
-def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torchrun, tmp_path):
-    whole, folder = torchrun
+def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(tmp_path):
+    whole = start_command(tmp_path, "torchrun", 24, sys.executable, "-m", "torch.distributed.run",
+                          "--standalone", "--local-addr", "localhost", "--nproc-per-node", "2")
     part = start_command(tmp_path, "python", 480, sys.executable)
     screen = tmp_path / "python"
     try:
@@ -1400,12 +1391,13 @@ def test_started_by_torchrun_or_python_it_writes_the_same_text_until_ctrl_c(torc
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         assert (whole.wait(200), part.wait()) == (0, -signal.SIGINT)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(part.pid, signal.SIGKILL)
-    for errors in (folder / "torchrun.err", tmp_path / "python.err"):
-        assert_quiet(errors.read_text())
-    _, (complete,), _ = read_output(folder / "torchrun.jsonl")
-    assert complete["text"] in (folder / "torchrun").read_text()
+        for process in (whole, part):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for name in ("torchrun", "python"):
+        assert_quiet((tmp_path / f"{name}.err").read_text())
+    _, (complete,), _ = read_output(tmp_path / "torchrun.jsonl")
+    assert complete["text"] in (tmp_path / "torchrun").read_text()
     streamed = screen.read_text().partition("continued -----\n")[2]
     length = min(len(streamed), len(complete["text"]))
     assert streamed[:length] == complete["text"][:length] != ""
@@ -1531,6 +1523,13 @@ def test_a_target_that_ranks_cannot_share_is_refused(
 
 # ---- the benchmark ----
 
+def bench_with(**attributes) -> bench_py.Bench:
+    """A `Bench` that has loaded nothing."""
+    bench = object.__new__(bench_py.Bench)
+    vars(bench).update(attributes)
+    return bench
+
+
 @slow
 def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
@@ -1545,6 +1544,8 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
     assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
+    sd = next(result for result in read(tmp_path / "out")["results"] if result["name"] == "SD")
+    assert sd["by Theorem 7"] == sd["/ SD"] == 1
     assert re.search(r"verify: \S+ ms .*\ntrunk \+ tree: .* x\nfastest here: ", compared[1])
     best = max((result for result in read(tmp_path / "out")["results"] if not result["value"]),
                key=lambda result: result["tokens/s"])
@@ -1586,13 +1587,26 @@ def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
 
 
 def test_a_sweep_that_is_stopped_leaves_no_empty_figure(tmp_path, monkeypatch):
-    bench_py = importlib.import_module("bench")
     monkeypatch.setattr(bench_py, "Bench", lambda settings: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench_py.main(BenchSettings(sweep=("shape",), figures=str(tmp_path)))
     assert not [*tmp_path.iterdir()]
     with pytest.raises(UserError, match="--figures 'none': No such file"):
         bench_py.main(BenchSettings(sweep=("shape",), figures="none"))
+
+
+def test_figures_tell_what_followed_the_primary_from_what_followed_the_backup():
+    table = torch.zeros(2, 8, 65, dtype=torch.long)
+    table[PRIMARY, 7, :4] = torch.tensor([30, 9, 4, 2])
+    table[BACKUP, 0, :2] = torch.tensor([3, 5])
+    bench = bench_with(
+        settings=BenchSettings(), prompts=[[1]], leads=True, decode=lambda *_: [],
+        count=lambda *_: {"guess_counts": table},
+        predict=lambda point, _: {"value": 1, "with": point.changes, "guess_counts": table})
+    for f in bench_py.sweep(bench, "fan-out"):
+        assert [part[:4] for part in f["right_guesses"]] == [[30, 9, 4, 2], [3, 5, 0, 0]]
+    for f in bench_py.sweep(bench, "shape"):
+        assert f["with"].items() >= fit_shape(table[PRIMARY]).items()
 
 
 def test_results_that_cannot_be_drawn_are_one_sentence(tmp_path):
@@ -1606,8 +1620,7 @@ def test_results_that_cannot_be_drawn_are_one_sentence(tmp_path):
 def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
     """SD drafts with the draft model, whatever SSD's backup, C, budget and fan-out are; AR and SD
     of all comparisons and figures."""
-    bench_py = importlib.import_module("bench")
-    bench = object.__new__(bench_py.Bench)
+    bench = bench_with(prompts=[[1]])
     odd = BenchSettings(backup="random", downweight=0.5, fan_out="1,1,1,1,1", acceptance_rate=0.3,
                         backup_acceptance_rate=0.2, miss_exponent=2.0)
     counted = []
@@ -1627,7 +1640,6 @@ def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
     half = len(counted) // 2
     assert counted[:half] == [replace(one, backup_acceptance_rate=None) for one in counted[half:]]
     bench.settings = replace(odd, pace=(0, 0), fan_out="geometric")
-    bench.prompts = [[1]]
     with suppress(ValueError):  # nothing was measured
         bench.times(Settings())
     assert {settings.backup for settings in counted[-2:]} == {"neural"}
@@ -1635,27 +1647,24 @@ def test_no_option_of_ssd_reaches_a_baseline(monkeypatch):
 
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
-    bench = importlib.import_module("bench")
     rows = [[RowRound(0, PRIMARY, [0], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
     stats = Stats(log=[(number, 0, 1, row) for number, row in enumerate(rows)])
     stats.guesses = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]], []
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
-        counts = bench.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
+        counts = bench_py.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
         assert counts["hit_rate"] == pytest.approx(hits / 6)
         assert counts["E_hit"] == counts["E_miss"] == 1.5
     for change, hit_rate in (({"backup": "lookup"}, 1.0), ({"downweight": 0.5}, 1.0),
                              ({"fan_out": "confident"}, 1.0),
                              ({"mode": "sd", "lookahead": 1}, 0.0)):
-        assert bench.counts_of(Settings(**change), stats)["hit_rate"] == hit_rate
+        assert bench_py.counts_of(Settings(**change), stats)["hit_rate"] == hit_rate
 
 
 def test_the_benchmark_counts_predicts_and_measures():
     """It counts without a pace, and predicts with the times of the pace, by Theorem 7. It measures
     at the pace, here twice as slow for 4 rows; the last round has only one row."""
-    bench_py = importlib.import_module("bench")
-    bench = object.__new__(bench_py.Bench)
-    bench.settings = BenchSettings(pace=(100, 10), lookahead=2, budget=24)
+    bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24))
     decoded = []
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
     stats = Stats(spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
@@ -1677,21 +1686,25 @@ def test_the_benchmark_counts_predicts_and_measures():
     assert not measured["predicted"] and measured["T_v in ms"] == pytest.approx(100)
     assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
     assert measured["verifier_utilisation"] == pytest.approx(2 * 0.2 / 0.5)
+    hits = {"hit_rate": 0.5, "E_hit": 4, "E_miss": 4, "T_p": 1, "T_b": 0.8, "backup": "neural"}
+    least_and_most = cache.speedup_over_sd_bounds(0.5, 4, 4, T_sd=0.5, T_b=0.8)
+    assert bench_py.bounds(hits, {"tokens_per_round": 4, "T_b": 0.5}) == "{:.2f}-{:.2f}".format(
+        *least_and_most)
 
 
 def test_the_benchmark_learns_the_times_where_there_is_no_pace():
-    """A verification takes 100 ms (median), a pre-speculation of 3 passes 10 + 50, a backup of 2
-    passes 60."""
-    bench_py = importlib.import_module("bench")
-    bench = object.__new__(bench_py.Bench)
-    bench.settings = BenchSettings(pace=(0, 0), lookahead=2)
-    bench.prompts = [[1]]
+    """A verification takes 100 ms (median), a pre-speculation of 3 passes 2 + 50, a backup of 2
+    passes 60. The summary has the means."""
+    bench = bench_with(settings=BenchSettings(pace=(0, 0), lookahead=2), prompts=[[1] * 20])
+    assert bench.texts(1, 3) == [[1] * 20, [1] * 12, [1] * 4], "samples differ"
     with_cache = Stats()
     with_cache.add([([("verify", 0.0, seconds, 1, None) for seconds in (0.09, 0.1, 0.9)], []),
-                    ([("trunk", 0.0, 0.01, 1, None), ("tree", 0.0, 0.05, 2, None)], [])])
+                    ([("trunk", 0.0, 0.002, 1, None), ("tree", 0.0, 0.05, 2, None)], [])])
     without = Stats()
     without.add([([("verify", 0.0, 0.5, 1, None)], []),
                  ([("backup", 0.0, 0.06, 2, None)], [])])
+    assert with_cache.summary()["T_p"] == pytest.approx(0.052 / (1.09 / 3))
+    assert without.summary()["T_b"] == pytest.approx(0.06 / 0.5)
     decoded = []
 
     def decode(points, texts):
@@ -1700,11 +1713,11 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
 
     bench.decode = decode
     settings = Settings(budget=24, batch_size=4, temperature=0.5, lookahead=7)
-    assert bench.times(settings) == pytest.approx((100, 20, 30))
+    assert bench.times(settings) == pytest.approx((100, 52 / 3, 30))
     assert [(s.budget, s.lookahead, s.batch_size, s.temperature, s.pace) for s in decoded] == [
         (24, 2, 4, 0.5, (0, 0)), (0, 2, 4, 0.5, (0, 0))]
     bench.count = lambda *_: {"tokens_per_round": 2, "hit_rate": 1.0, "E_hit": 2, "E_miss": 2}
-    for lookahead, budget in ((4, 64), (5, 8)):  # T_p is 5 or 6 x 20 / 100
+    for lookahead, budget in ((4, 64), (5, 8)):  # T_p is 0.87 or 1.04
         point = bench_py.Point("", 0, {"lookahead": lookahead})
         assert bench_py.largest_budget(bench, point, []) == budget
     bench.settings.pace = (100, 10)
@@ -1716,7 +1729,6 @@ def test_the_benchmark_learns_the_times_where_there_is_no_pace():
     (("--pace", 0, 0), ("cpu", "cpu"), (0, 0)), (("--pace", 9, 1), ("cuda:0", "cuda:1"), (9, 1)),
     (("--pace", 0, 0, "--temperature", 0.5), ("cpu", "cpu"), (0, 0))])
 def test_the_benchmark_has_no_pace_where_every_rank_has_a_gpu(monkeypatch, words, devices, pace):
-    bench_py = importlib.import_module("bench")
     placement = SimpleNamespace(devices=devices)
     job = SimpleNamespace(placement=placement, dtype=torch.float32)
     paces = []
@@ -1745,9 +1757,7 @@ def test_the_benchmark_chooses_k_for_each_batch_size():
     """Alone a longer lookahead pays; of 16 rows one nearly always misses, and waits for the backup.
     With a backup that takes no time K grows until pre-speculation takes as long as a verification:
     then misses wait for that. AR has no K, no backup and no T_p."""
-    bench_py = importlib.import_module("bench")
-    bench = object.__new__(bench_py.Bench)
-    bench.settings = BenchSettings(pace=(100, 12))
+    bench = bench_with(settings=BenchSettings(pace=(100, 12)))
     bench.count = lambda point, _: {
         "tokens_per_round": 0, "hit_rate": 0.8, "E_miss": 1.0, "acceptance_rate": 0,
         "E_hit": cache.expected_tokens(0.9, point.changes["lookahead"])}
@@ -1779,7 +1789,6 @@ def test_the_benchmark_chooses_k_for_each_batch_size():
 def test_growth_puts_the_times_of_passes_into_theorem_7(monkeypatch, tmp_path, capsys, tree, pays):
     """A pass takes 10 ms over 5 tokens and 2 ms over 1, so T_b = 0.8. T_p = 1 + 0.8 `tree` is a
     little less than 1 + T_b, or a little more."""
-    bench_py = importlib.import_module("bench")
     took = {1: 2.0, 5: 10.0, 12: 2 * tree}
     timed = bench_py.milliseconds
     monkeypatch.setattr(bench_py, "milliseconds", lambda work, tokens, *inputs: (

@@ -599,14 +599,14 @@ NEEDS = {"2": ["1", "2"], "8a": ["3", "5", "8a"], "8b": ["3", "5", "7", "8b"]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", EXERCISES)
-@pytest.mark.parametrize("written", ["as here", "differently"])
-def test_what_is_put_back_passes_and_nothing_else(monkeypatch, hand_out, number, written):
+def test_what_is_put_back_passes_and_nothing_else(monkeypatch, hand_out, number):
+    """The second solution, where there is one."""
     put_back = NEEDS.get(number, [number])
     for exercise in EXERCISES:
         for function in FUNCTIONS[exercise]:
             if exercise not in put_back:
                 install(monkeypatch, function, with_body(function, missing(exercise)))
-            elif written == "differently" and function in DIFFERENT:
+            elif function in DIFFERENT:
                 install(monkeypatch, function, with_body(function, DIFFERENT[function]))
     assert [number for number in EXERCISES if not fault(number)] == put_back
 
@@ -716,7 +716,7 @@ def test_an_empty_submission_gets_no_points(monkeypatch):
     ("draft_worker.tree_layout", "a token too many of the trunk"),
     ("saguaro.serve", "stops when one row is left")))
 def test_points_are_no_luck(monkeypatch, function, mistake):
-    assert len({points_of(monkeypatch, function, mistake, seed) for seed in range(6)}) == 1
+    assert len({points_of(monkeypatch, function, mistake, seed) for seed in range(2)}) == 1
 
 
 def test_the_points_of_the_tests_are_those_of_the_exercises():
@@ -837,10 +837,9 @@ COUNTED = ("slots", "a pass: positions", "a pass: later steps are hidden", "the 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (1, 2))
-def test_the_solution_raises_nothing_and_another_seed_asks_other_things(seed):
+def test_the_solution_raises_nothing_and_another_seed_asks_other_things():
     for name in grading.TESTS:
-        said = grading.exam_of(name, seed)
+        said = grading.exam_of(name, grading.SEED + 1)
         values = [each.value for each in said]
         assert not failure(said, values, values), name
         assert not re.search(r"Error.*line \d", str(values)), name
@@ -880,13 +879,13 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module, names", (
-    ("handout", ["\u0141ukasz"]),
-    ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks"])))  # \xff: not in UTF-8
+    ("handout", ["\u0141ukasz", "--solutions"]),  # \xff: not in UTF-8
+    ("mark", ["\u0141ukasz", os.fsdecode(b"\xff"), "--csv", "marks", "--only", "6"])))
 def test_names_are_printed_whatever_the_encoding_of_the_output_is(module, names, tmp_path):
     for name in names[:2] if module == "mark" else []:
         (tmp_path / name).mkdir()
     run = subprocess.run(
-        [sys.executable, "-m", f"course.{module}", *names, "--only", "6"], cwd=tmp_path,
+        [sys.executable, "-m", f"course.{module}", *names], cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252"},
         capture_output=True)
     assert run.returncode == 0 and rb"\u0141ukasz" in run.stdout, run.stderr
@@ -1027,6 +1026,7 @@ def test_a_wrong_argument_gets_one_sentence(
     assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ("handout", "mark", "race", "page", "explain"))
 def test_commands_end_with_status_2(module):
     run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
@@ -1097,6 +1097,7 @@ def test_the_greedy_rows_of_the_lecturers_first_table(axis, values, changes):
     assert row in (ROOT / "course/LECTURER.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("explain", "handout", "mark", "page", "race"))
 def test_a_command_that_is_started_as_a_file_is_one_sentence(name):
     started = subprocess.run([sys.executable, ROOT / f"course/{name}.py", "F"], capture_output=True,

@@ -91,6 +91,7 @@ def test_the_lecturer_has_the_counts_of_the_figure():
         assert f"| {' | '.join(numbers)} |" in text, name
 
 
+@pytest.mark.slow
 def test_help_is_there_at_once(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('this would take seconds')")
     run = subprocess.run([sys.executable, "-m", "course.explain", "--help"], cwd=ROOT, text=True,

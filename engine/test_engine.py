@@ -262,10 +262,10 @@ def decoder_of(settings: Settings) -> Decoder:
     return Decoder(settings, job.load())
 
 
-def texts_of_rounds(decoder: Decoder) -> list[list[list[int]]]:
-    """Of all batches with all choices."""
+def texts_of_rounds(decoder: Decoder, count: int) -> list[list[list[int]]]:
+    """Of all batches, with the first of `ROUNDS`."""
     texts = []
-    for choices in ROUNDS:
+    for choices in ROUNDS[:count]:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
         texts += map(Decoder(settings, decoder.models), BATCHES)
     return texts
@@ -279,7 +279,7 @@ def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) ->
     return replay(graph, inputs) + 1
 
 
-def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
+def decode_on_gpus(gpus, settings: Settings, devices: list[str], rounds: int) -> list:
     """A rank's job."""
     gpus(len(devices) - devices.count("cpu"))
     cuda_graphs.WIDTHS = [16]
@@ -287,7 +287,7 @@ def decode_on_gpus(gpus, settings: Settings, devices: list[str]) -> list:
     decoder = decoder_of(settings)
     shared = [ONE[0] if device in THREE else device for device in devices]  # where GPUs are few
     assert decoder.placement.devices in (devices, shared if gpus is real_gpus else devices)
-    texts = texts_of_rounds(decoder)
+    texts = texts_of_rounds(decoder, rounds)
     for model in decoder.models[:2]:
         eager = settings.passes == "eager" or not model or model.device == CPU
         assert bool(eager) != bool(model and model.kv.graphs)
@@ -300,35 +300,36 @@ ONE = ["cuda:0"]
 TWO = ["cuda:0", "cuda:1"]
 THREE = [*TWO, "cuda:2"]
 LLAMA = ("llama", dict(num_hidden_layers=1))
-GPU_RUNS = (  # devices of the ranks, model, settings
-    (ONE, LLAMA, {}), *((ONE, model, {}) for model in windowed(8)),
-    (ONE, LLAMA, dict(dtype="float32", passes="eager")), (ONE, LLAMA, dict(mode="sd")),
-    (ONE, LLAMA, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, dict(dtype="float32")),
-    (TWO, LLAMA, {}), (TWO, LLAMA, dict(mode="sd")), (TWO, LLAMA, dict(mode="sd", passes="eager")),
-    (THREE, LLAMA, {}))
+GPU_RUNS = (  # devices of the ranks, model, how many of ROUNDS, settings
+    (ONE, LLAMA, 5, {}), (TWO, LLAMA, 5, {}), *((ONE, model, 2, {}) for model in windowed(8)),
+    (ONE, LLAMA, 2, dict(dtype="float32", passes="eager")), (ONE, LLAMA, 2, dict(mode="sd")),
+    (ONE, LLAMA, 2, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, 2, dict(dtype="float32")),
+    (TWO, LLAMA, 2, dict(mode="sd")), (TWO, LLAMA, 2, dict(mode="sd", passes="eager")),
+    (THREE, LLAMA, 2, {}))
 
 
 @slow
-@pytest.mark.parametrize("gpus, devices, model, choices", [
+@pytest.mark.parametrize("gpus, devices, model, rounds, choices", [
     case for run in GPU_RUNS for case in on_gpus(*run)])
-def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(gpus, devices, model, choices, tmp_path):
+def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(
+        gpus, devices, model, rounds, choices, tmp_path):
     """Both models on one GPU; the draft on a CPU, through gloo; on another GPU, by messages through
     NCCL; a target that two GPUs share; windows, that move in captured passes. No tensor meets one
     of another device, and none is copied inside a capture."""
     family, changes = model
     pair = save_pair(tmp_path, family, **dict(num_hidden_layers=2) | changes)
     settings = Settings(**dict(dtype="float64") | choices | pair)
-    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")))
-    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices)[0] == expected
+    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")), rounds)
+    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices, rounds)[0] == expected
 
 
 def decode_batches(gpus, settings: Settings) -> tuple[list, list[int]]:
-    """A rank's job: the texts of 50 batches, and the bytes in use after each."""
+    """A rank's job: the texts of 15 batches, and the bytes in use after each."""
     gpus()
     decoder = decoder_of(settings)
     texts = []
     used = []
-    for _ in range(50):
+    for _ in range(15):
         texts += decoder(RAGGED)
         used.append(torch.cuda.memory_allocated())
     return texts, used
@@ -340,11 +341,11 @@ def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus, tmp_path):
     pair = save_pair(tmp_path)
     settings = Settings(dtype="bfloat16", temperature=1.0, max_new_tokens=8, **pair)
     [(texts, used)] = in_ranks(1, decode_batches, gpus, settings)
-    assert 0 < max(used[25:]) <= max(used[:25])
-    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(50 * RAGGED, texts, strict=True)]
+    assert 0 < max(used[8:]) <= max(used[:8])
+    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(15 * RAGGED, texts, strict=True)]
     model = load(settings.target, None, torch.bfloat16, "cpu")
     finding = audit_groups(model, told, warpers_of(1.0, 0, 1.0), len(told))["all"]
-    assert finding.tokens == 1600 and min(finding.p_values.values()) > ALPHA
+    assert finding.tokens == 480 and min(finding.p_values.values()) > ALPHA
 
 
 def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
@@ -395,13 +396,14 @@ launch(Settings, "run")"""
 @slow
 @pytest.mark.parametrize("gpus", on_gpus())
 def test_a_killed_rank_on_a_gpu_ends_the_other(gpus, tmp_path):
-    """Which soon waits for NCCL, in vain."""
+    """Which soon waits for NCCL, in vain. (For gloo, which stands in: `FAULTS` of cli.)"""
     (tmp_path / "decoding.py").write_text(DECODING.format(gpus.__name__))
     words = [sys.executable, tmp_path / "decoding.py", "x", "--dtype", "float64",
              "--ignore-eos", "--max-new-tokens", "480", "--pace", "200", "1"]
+    victims = (1, 0) if gpus is real_gpus else (1,)
     processes = [psutil.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in range(2)]
-    for victim, process in enumerate(processes):
+                              env=os.environ | {"PYTHONPATH": str(ROOT)}) for _ in victims]
+    for victim, process in zip(victims, processes):
         assert any(b"continued" in line for line in process.stdout), "it decodes"
         ranks = [process, *process.children()]
         ranks[victim].kill()
@@ -458,45 +460,26 @@ def test_work_on_a_gpu_is_an_nvtx_range_of_its_name(fake_graphs, monkeypatch):
     assert calls == ["trunk", "work", "end"]
 
 
-# ---- models that are not transformers': any module that is called as theirs are ----
+# ---- a model that is not transformers': any module that is called as theirs are ----
 
-class Trigrams(torch.nn.Module):
-    """A table of what follows two tokens, logits `[V, V, V]`. Instead of keys and values its slots
-    keep the tokens themselves: what a token sees, in the order of slots, is its text."""
-
-    def __init__(self, logits: torch.Tensor):
-        super().__init__()
-        self.logits = logits
-        self.dtype = logits.dtype
-        self.config = PretrainedConfig(vocab_size=len(logits), max_position_embeddings=64)
-        self.generation_config = GenerationConfig()
-        self.embedding = torch.nn.Embedding(len(logits), 1)  # tells V and the device
-
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return self.embedding
-
-    def forward(self, input_ids, attention_mask, past_key_values, **_):
-        tokens = input_ids[:, None, :, None]
-        held, _ = past_key_values.update(tokens, tokens, 0)  # [B, 1, slots, 1]
-        slots = torch.arange(1, held.shape[2] + 1)
-        seen = (attention_mask[:, 0] == 0) * slots  # [B, n, slots]
-        last = seen.topk(2).indices.flatten(1)
-        pairs = held.flatten(1).gather(1, last).view(*input_ids.shape, 2)
-        return CausalLMOutput(logits=self.logits[pairs[..., 1], pairs[..., 0]])
-
-
-class OwnGPT(Trigrams):
+class OwnGPT(torch.nn.Module):
     """A transformer of one layer, written by hand; untrained."""
 
     def __init__(self, vocab_size: int = 40, width: int = 32, heads: int = 4):
-        super().__init__(torch.zeros(vocab_size, 1, dtype=torch.float64))
+        super().__init__()
         torch.manual_seed(0)
+        self.config = PretrainedConfig(vocab_size=vocab_size, max_position_embeddings=64)
+        self.generation_config = GenerationConfig()
+        self.dtype = torch.float64
         self.heads = heads
         self.embedding = torch.nn.Embedding(vocab_size, width)
         self.positions = torch.nn.Embedding(64, width)
         self.in_proj = torch.nn.Linear(width, 3 * width)
         self.out_proj = torch.nn.Linear(width, width)
         self.double()
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.embedding
 
     def forward(self, input_ids, position_ids, attention_mask, past_key_values, **_):
         x = self.embedding(input_ids) + self.positions(position_ids)
@@ -506,12 +489,6 @@ class OwnGPT(Trigrams):
         x = x + self.out_proj(torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attention_mask).transpose(1, 2).flatten(2))
         return CausalLMOutput(logits=x @ self.embedding.weight.T)
-
-
-def trigrams(noise: float) -> Trigrams:
-    generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 40, 40, 40, dtype=torch.float64, generator=generator)
-    return Trigrams(logits + noise * other)
 
 
 @torch.no_grad()
@@ -528,13 +505,11 @@ def text_by_whole_passes(model: torch.nn.Module, prompt: list[int], count: int) 
     return text[len(prompt):]
 
 
-@pytest.mark.parametrize("target, draft", (
-    (lambda: trigrams(0.0), lambda: trigrams(0.5)),
-    (OwnGPT, lambda: imitation(OwnGPT(), 0.1))), ids=("table", "transformer"))
-def test_any_module_that_is_called_like_a_model_can_be_target_or_draft(target, draft):
-    decoder = make_decoder(target(), draft(), max_new_tokens=24)
+def test_any_module_that_is_called_like_a_model_can_be_target_or_draft():
+    target = OwnGPT()
+    decoder = make_decoder(target, imitation(target, 0.1), max_new_tokens=24)
     prompts = [prompt for prompt in RAGGED if len(prompt) > 1]
-    assert decoder(prompts) == [text_by_whole_passes(target(), prompt, 24) for prompt in prompts]
+    assert decoder(prompts) == [text_by_whole_passes(target, prompt, 24) for prompt in prompts]
     assert decoder.stats.summary()["acceptance_rate"] > 0.1
 
 # ---- attention without copies ----
@@ -616,9 +591,11 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     target = random_model(family, **changes)
     pair = copy.deepcopy(target), imitation(target, 0.15)  # as they are changed
     decoder = make_decoder(*pair, mode="sd", max_new_tokens=18)
+    decoder.models = decoder.models._replace(max_length=48)  # of the longest text to come
     run_on_graphs(decoder)
-    decoder([[7] * 30])
+    decoder([[3]])
     before = FakeGraph.captures
+    decoder([[7] * 30])
     assert decoder([[1, 2]]) == greedy_reference(target, [[1, 2]], 18)
     assert FakeGraph.captures == before > 0
     assert FakeGraph.replays > FakeGraph.captures, "not on trial alone"
@@ -634,9 +611,16 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     assert left == before - ours, "NCCL would wait for the end of those with all-reduces"
 
 
+def test_buffers_for_more_rows_keep_the_slots_of_a_longer_text():
+    model = CausalLM(random_model())
+    model.allocate(3, 40, 0)
+    model.allocate(4, 32, 0)
+    assert (model.kv.rows, model.kv.slots) == (4, 40)
+
+
 def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
     """How often the compiler is called for a pair whose target has so many layers, in all passes of
-    sd and of ssd, with rows that hit and rows that miss."""
+    ssd, in rounds that hit and rounds that miss."""
     def compile_nothing(graph, inputs):
         compiled.append(graph)
         return graph
@@ -647,9 +631,7 @@ def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
     target = random_model.__wrapped__(family, **changes | dict(num_hidden_layers=layers))
     decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=18)
     run_on_graphs(decoder)
-    for settings in (decoder.settings, replace(decoder.settings, mode="sd")):
-        for batch in (RAGGED, RAGGED[:1]):
-            Decoder(settings, decoder.models)(batch)
+    decoder(RAGGED[:1])
     return len(compiled)
 
 
@@ -659,7 +641,7 @@ def compilations(layers: int, family: str, changes: dict, monkeypatch) -> int:
 def test_all_layers_share_what_is_compiled(family, changes, fake_graphs, monkeypatch):
     """PyTorch gives up on the ninth layer of those that it compiles one by one."""
     few = compilations(2, family, changes, monkeypatch)
-    assert 0 < few == compilations(12, family, changes, monkeypatch)
+    assert 0 < few == compilations(9, family, changes, monkeypatch)
 
 
 def lack_compiler(graph, inputs):
