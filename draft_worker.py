@@ -60,9 +60,7 @@ class DraftWorker:
         self.clock = model.clock
         self.num_guesses = min(plan.budget, model.vocab_size)  # one F_k may be the whole budget
         self.guess_counts = GuessCounts(plan.lookahead, self.num_guesses)
-        dtype = torch.promote_types(model.dtype, torch.float32)
-        width = 0 if sampler.greedy else model.vocab_size
-        self.q_template = torch.zeros(width, dtype=dtype, device=model.device)  # q is like it
+        self.q_template = sampler.q_template(model.vocab_size, model.dtype, model.device)
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""

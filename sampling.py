@@ -53,17 +53,24 @@ class Sampler:
             warped = warp(None, warped)
         return warped.view_as(logits).softmax(-1)
 
+    def q_template(self, vocab_size: int, dtype: torch.dtype,
+                   device: torch.device | str) -> torch.Tensor:
+        """Return zeros of the width and type of each q, `[V]`, or `[0]` for a greedy draft's, where
+        models have this `dtype`."""
+        width = 0 if self.greedy else vocab_size
+        return torch.zeros(width, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor,
-               fan_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+               F: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the draft's proposals after logits `[..., V]` with `uniforms` `[...]`. Returns the
         tokens `[...]` and q `[..., V]`, what they were drawn from. A greedy draft returns the
         likeliest tokens, and a q of width 0.
 
-        `fan_out` is Definition 14's F. For token s_i it is F_{i-1}, the number of bonus tokens that
-        the next cache guesses where s_i is verified."""
+        F is Definition 14's. For token s_i it is F_{i-1}, the number of bonus tokens that the next
+        cache guesses where s_i is verified."""
         if self.greedy:
             return logits.argmax(-1), logits[..., :0]
-        q = saguaro_distribution(self.probabilities(logits), fan_out, self.downweight)
+        q = saguaro_distribution(self.probabilities(logits), F, self.downweight)
         return inverse_cdf(q, uniforms), q
 
 
@@ -80,21 +87,21 @@ def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return tokens.clamp(max=p.shape[-1] - 1)  # beyond is NaN, which the verifier reports
 
 
-def saguaro_distribution(q: torch.Tensor, fan_out: int, downweight: float) -> torch.Tensor:
-    """Return sigma_{F,C} (Def. 14) of distributions q `[..., V]`: the F = `fan_out` likeliest
-    tokens keep only the share C = `downweight` in [0, 1] of their weight, and 1 changes nothing.
+def saguaro_distribution(q: torch.Tensor, F: int, downweight: float) -> torch.Tensor:
+    """Return sigma_{F,C} (Def. 14) of distributions q `[..., V]`: the F likeliest tokens keep only
+    the share C = `downweight` in [0, 1] of their weight, and 1 changes nothing.
     C exp(z_t) and C q_t are the same once normalised. The draft must draw from the result and
     report it to the verifier. Where C = 0 would leave nothing, q stays as it is.
 
-    >>> saguaro_distribution(torch.tensor([1/2, 1/4, 1/4]), fan_out=1, downweight=1/2)
+    >>> saguaro_distribution(torch.tensor([1/2, 1/4, 1/4]), F=1, downweight=1/2)
     tensor([0.3333, 0.3333, 0.3333])
 
     Definition 14 counts the drafted token among the top F. The cache leaves it out, because a
     rejected token cannot be the bonus token, and guesses the next likeliest instead, which keeps
     its full weight. So the residual has at least as much mass on the cache as on the top F."""
-    if downweight == 1 or fan_out == 0:
+    if downweight == 1 or F == 0:
         return q
-    cached = q.topk(min(fan_out, q.shape[-1])).indices
+    cached = q.topk(min(F, q.shape[-1])).indices
     sigma = q.scatter(-1, cached, downweight * q.gather(-1, cached))
     total = sigma.sum(-1, keepdim=True)
     return torch.where(total > 0, sigma / total, q)

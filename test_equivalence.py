@@ -1143,8 +1143,8 @@ HARMLESS = {
         (Sampler, "sample", "self.probabilities(logits)",
          "torch.full_like(logits, 1 / logits.shape[-1])", *TREE),
     "C multiplied before the temperature, so that it counts as C^(1/T)":
-        (Sampler, "sample", "saguaro_distribution(self.probabilities(logits), fan_out, "
-         "self.downweight)", "self.probabilities(saguaro_distribution(logits.softmax(-1), fan_out, "
+        (Sampler, "sample", "saguaro_distribution(self.probabilities(logits), F, "
+         "self.downweight)", "self.probabilities(saguaro_distribution(logits.softmax(-1), F, "
          "self.downweight).log())", *TREE),
     "an outcome awaited before the cache is filled":
         (saguaro, "serve", FILL + "  # while the target verifies it\n        " + HEAR,

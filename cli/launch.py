@@ -27,6 +27,7 @@ from engine.errors import UserError, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 OLD = 2 * 24 * 3600  # seconds after which no run needs a folder that another one finds
+launched = False  # True once `launch` has prepared this process
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -40,7 +41,7 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ or was_started():
             threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
         if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
-            draft.enter_context(draft_rank(module))
+            draft.enter_context(second_rank(module))
         if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
@@ -63,6 +64,8 @@ def prepare_process() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
+    global launched
+    launched = True
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -71,7 +74,7 @@ def prepare_process() -> None:
 
 
 @contextmanager
-def draft_rank(module: str) -> Iterator[None]:
+def second_rank(module: str) -> Iterator[None]:
     """Be rank 0 of two, beside a rank 1 that runs the same command. They use nothing but this
     machine's loopback. In the end rank 1 is gone, and the environment is as it was."""
     for left in Path(tempfile.gettempdir()).glob(PRIVATE + "*"):  # by runs that were killed

@@ -47,10 +47,9 @@ class Decoder:
             self.draft = make(models.draft, sampler, settings.seed, plan)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
-            width = models.vocab_size if settings.temperature else 0
             dtype = torch.float64 if settings.dtype == "float64" else torch.float32
             device = self.placement.device if self.placement.world_group else "cpu"
-            q_template = torch.empty(width, dtype=dtype, device=device)
+            q_template = sampler.q_template(models.vocab_size, dtype, device)
             self.channel = Channel(self.placement, self.lookahead, q_template)
         if settings.mode != "ar" and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
@@ -72,8 +71,9 @@ class Decoder:
             raise UserError("all ranks must call a decoder with the same prompts")
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
+        failure = None
         if self.channel is None or self.placement.rank == 0:
-            self.lead(sequences, on_tokens)
+            failure = self.lead(sequences, on_tokens)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
@@ -83,12 +83,13 @@ class Decoder:
         told = (spans, self.draft.guess_counts.tables() if self.draft else [])
         self.stats.add(gather(told) if self.channel else [told])
         self.finish_reasons = sequences.finish_reasons
-        if sequences.failure:
-            raise sequences.failure
+        if failure:
+            raise failure
         return sequences.new_tokens
 
-    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> None:
-        """Decode on rank 0, and record and show every round."""
+    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> BaseException | None:
+        """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
+        failure = None
         start = time.perf_counter()
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
         for number, _ in enumerate(rounds):
@@ -101,9 +102,10 @@ class Decoder:
                     if getattr(told, "dtype", type(told)) in (bool, torch.bool) and not told:
                         sequences.stop(row)
             except BaseException as problem:  # other ranks are at work: end the batch with them
-                sequences.failure = problem
+                failure = problem
                 for row in range(len(sequences.prompts)):
                     sequences.stop(row)
+        return failure
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
         """Return who drafts for rank 0: another rank, or this process."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cli import launch
 from cli.launch import STORE, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
@@ -50,7 +51,7 @@ class Placement:
         self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
         if self.device.type == "cuda" or any(settings.pace):
             self.threads = 1  # with several threads, one is late whenever another program runs
-        elif "GOMP_SPINCOUNT" not in os.environ:  # as in notebooks: threads that wait keep cores
+        elif not launch.launched:  # as in notebooks: threads that wait keep cores
             self.threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
         torch.set_num_threads(self.threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
