@@ -3,8 +3,9 @@ import os
 import re
 from functools import partial
 
-# all but tab and newline; and half characters and others that no file of XML may hold
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# all but tab and newline; what turns text around; half characters, and others not for XML
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
+                     r"\ud800-\udfff\ufffe\uffff]")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
 
 
