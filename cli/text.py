@@ -1,9 +1,7 @@
-"""Turns tokens into text, as they come, and text into what may be printed."""
+"""Turns tokens into text, as they come."""
 import os
 import re
 from functools import partial
-
-from engine.errors import printable as printable
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of byte fallback; a run of them is decoded as one
 

@@ -23,8 +23,9 @@ import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.settings import DecodingSettings
-from cli.text import printable, text_pieces
+from cli.text import text_pieces
 from course.options import ExplainSettings
+from engine.errors import printable
 from engine.model import CausalLM
 from run.decoder import Decoder, acceptance_after
 from run.job import Job, Models

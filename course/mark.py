@@ -5,16 +5,16 @@
 A submission is a folder with the files to hand in. Each exercise is asked in a process of its own,
 with a limit of time and memory, with the solutions of all others, and with other arguments than
 the hand-out's. That process has no solution of the exercise, and only says what comes out; what is
-right is decided here. It is the students' code that runs: use a sandbox.
+right is decided here. The process runs in a box of Bubblewrap's, where that can be had.
 """
 import argparse
-import ast
 import codecs
 import csv
 import json
 import math
 import os
 import random
+import shutil
 import signal
 import site
 import stat
@@ -31,11 +31,11 @@ if __name__ == "__main__" and not __package__:  # a file finds no other folder
 
 from cli import launch
 from cli.settings import Parser, open_for_writing
-from cli.text import printable
-from course.handout import CONTENTS, EXERCISES, ROOT, write_program
+from course.handout import EXERCISES, ROOT, write_program
+from engine.errors import printable
 
 MEGABYTE = 2**20
-NO_BUSINESS = set(CONTENTS["no_business"].split())  # what an answer hardly needs
+LARGEST = 64 * 1024  # bytes of a file that is handed in
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
 import functools, importlib.util, json, os, resource, sys
@@ -71,23 +71,39 @@ os._exit(0)  # whatever threads the answer left
 def read(file: Path) -> bytes:
     """Return a file that was handed in; one in UTF-16 as UTF-8."""
     status = file.lstat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > MEGABYTE:
-        raise OSError(f"{file.name} is no regular file of at most 1 MB")
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+        raise OSError(f"{file.name} is no regular file of at most 64 KB")
     source = file.read_bytes()
     if source.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         source = source.decode("utf-16").encode()
     return source
 
 
-def names_in(source: bytes) -> set[str]:
-    """Return what a module names, in its code and as parts of what it imports."""
-    fields = [getattr(node, field, None) for node in ast.walk(ast.parse(source))
-              for field in ("id", "attr", "name", "module")]
-    return {name for field in fields if isinstance(field, str) for name in field.split(".")}
+def boxed(folder: str, stage: Path) -> list[str]:
+    """Return the command of Bubblewrap in which an answer sees no other process, no network and no
+    solution, and can write nothing but its own folder."""
+    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--ro-bind", "/", "/",
+             "--dev", "/dev", "--proc", "/proc", "--tmpfs", tempfile.gettempdir()]
+    for place in (ROOT, sys.prefix, sys.base_prefix, stage):  # may be in the folder hidden
+        words += ["--ro-bind", place, place]
+    for module in {exercise["module"] for exercise in EXERCISES.values()}:
+        words += ["--ro-bind", "/dev/null", ROOT / f"{module}.py"]
+    if (ROOT / ".git").is_dir():
+        words += ["--tmpfs", ROOT / ".git"]
+    return [*map(str, words), "--bind", folder, folder, "--chdir", folder]
+
+
+def has_box(stage: Path) -> bool:
+    """Return whether an answer can be boxed here."""
+    if not shutil.which("bwrap"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*boxed(folder, stage), sys.executable, "-c", ""]
+        return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode
 
 
 def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: int,
-               timeout: float) -> tuple[list, bool]:
+               timeout: float, box: bool) -> tuple[list, bool]:
     """Return what an answer says in each test, as far as it comes, and whether it was in time."""
     module = EXERCISES[number]["module"]
     put_back = [function for other in EXERCISES if other != number
@@ -100,9 +116,9 @@ def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: 
         environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
         environment |= {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH")
                         if name in os.environ}
-        job = subprocess.Popen([sys.executable, "-c", ANSWER, argument], cwd=folder,
-                               env=environment, stdin=subprocess.DEVNULL, stdout=out,
-                               stderr=subprocess.DEVNULL, start_new_session=True)
+        words = [*(boxed(folder, stage) if box else []), sys.executable, "-c", ANSWER, argument]
+        job = subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                               stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             in_time = job.wait(timeout) is not None
         except subprocess.TimeoutExpired:
@@ -133,6 +149,10 @@ class Marker:
             self.said[number] = {name: grading.exam_of(name, seed) for name, (exercise, *_)
                                  in grading.TESTS.items() if exercise == number}
             write_program(folder / number, [number])
+        self.box = has_box(folder)
+        if not self.box:
+            print("mark.py: bubblewrap is missing or may not run; answers run unboxed",
+                  file=sys.stderr, flush=True)
 
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
         """Return the points for one exercise, and a remark if these are not all."""
@@ -141,8 +161,8 @@ class Marker:
         try:
             source = read(submission / f"{exercise['module']}.py")
             said, in_time = run_answer(source, number, self.folder / number, [*tests],
-                                       self.seed, self.timeout)
-        except (OSError, ValueError) as problem:
+                                       self.seed, self.timeout, self.box)
+        except (OSError, ValueError, RecursionError, MemoryError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
         if said and isinstance(said[0], str):
             return 0, said[0]
@@ -166,18 +186,6 @@ def fault_in(mine: list, said: list) -> str:
         return "; ".join(" ".join(line.split())[:200] for line in lines[:3])
     except Exception as problem:  # the answer's process may have written anything
         return f"no values: {type(problem).__name__}"
-
-
-def look_at(submission: Path) -> list[str]:
-    """Return a remark on each file that names what no answer needs: the lecturer may look."""
-    remarks = []
-    for module in sorted({exercise["module"] for exercise in EXERCISES.values()}):
-        with suppress(OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-            names = names_in(read(submission / f"{module}.py"))
-            names -= names_in((ROOT / f"{module}.py").read_bytes())
-            if names & NO_BUSINESS:
-                remarks.append(f"{module}.py names {', '.join(sorted(names & NO_BUSINESS))}")
-    return remarks
 
 
 def cell(text: object) -> str:
@@ -208,6 +216,8 @@ def main() -> None:
     parser.add_argument("--all-or-nothing", action="store_true",
                         help="no points for a part of an exercise's tests")
     args = parser.parse_args()
+    if args.csv and os.path.exists(args.csv):
+        parser.error(f"--csv {args.csv} exists; marks are not written over")
     numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -217,15 +227,16 @@ def main() -> None:
         print(*numbers, "total", "submission", sep="\t", flush=True)
         marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         table = csv.writer(file)
-        table.writerow(["submission", *numbers, "total", "remarks"])
+        table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
             points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
-            said = [f"{number}: {remark}" for number, remark in zip(numbers, remarks) if remark]
-            said = list(map(cell, said + look_at(submission)))
+            said = [cell(f"{number}: {remark:.200}")
+                    for number, remark in zip(numbers, remarks) if remark]
             name = cell(submission)
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
                 name = f"./{name}"
-            table.writerow([name, *points, sum(points), "; ".join(said)])
+            table.writerow([name, *points, sum(points), args.seed, "; ".join(said)])
+            file.flush()
             print(*points, sum(points), name, sep="\t")
             for line in said:
                 print(f"\t{line}", flush=True)

@@ -16,8 +16,7 @@ if __name__ == "__main__" and not __package__:  # a file finds no other folder
 
 from cli import launch
 from cli.settings import ROOT, Parser, open_for_writing
-from cli.text import printable
-from engine.errors import UserError, reported_as
+from engine.errors import UserError, printable, reported_as
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 SLOWER, PAUSE = 2, 3000  # it plays so many times slower, and pauses before it begins again

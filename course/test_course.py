@@ -52,7 +52,7 @@ for b in range(len(p)):
     ks.append(k)
 return torch.tensor(ks), torch.stack(bonus)""",
     "sampling.saguaro_distribution": """
-z, F = q.log(), min(fan_out, q.shape[-1])
+z, F = q.log(), min(F, q.shape[-1])
 if F == 0 or downweight == 1:
     return q
 top = torch.zeros_like(q, dtype=torch.bool).scatter(-1, z.topk(F).indices, True)
@@ -214,19 +214,18 @@ sampling.Sampler.sample
       uniforms), self.probabilities(logits)
   draws from q, reports sigma | return inverse_cdf(q, uniforms) --> return
       inverse_cdf(self.probabilities(logits), uniforms)
-  temperature, top-k and top-p ignored | self.probabilities(logits), fan_out --> logits.softmax(-1),
-      fan_out
+  temperature, top-k and top-p ignored | self.probabilities(logits), F --> logits.softmax(-1), F
   no top-k beside a temperature | q = saguaro --> self.warpers = self.warpers[:1]\n        q =
       saguaro
   no top-p | q = saguaro --> self.warpers = [w for w in self.warpers if not hasattr(w,
       'top_p')]\n        q = saguaro
-  C before the temperature | saguaro_distribution(self.probabilities(logits), fan_out,
-      self.downweight) --> self.probabilities(\n            saguaro_distribution(logits.softmax(-1),
-      fan_out, self.downweight).log())
+  C before the temperature | saguaro_distribution(self.probabilities(logits), F, self.downweight)
+      --> self.probabilities(\n            saguaro_distribution(logits.softmax(-1), F,
+      self.downweight).log())
   the likeliest after C | return logits.argmax(-1) --> return
-      saguaro_distribution(logits.softmax(-1), fan_out, self.downweight).argmax(-1)
-  the first row's q for all | self.probabilities(logits), fan_out -->
-      self.probabilities(logits[:1]).expand_as(logits), fan_out
+      saguaro_distribution(logits.softmax(-1), F, self.downweight).argmax(-1)
+  the first row's q for all | self.probabilities(logits), F -->
+      self.probabilities(logits[:1]).expand_as(logits), F
   the first row's number for all | inverse_cdf(q, uniforms) --> inverse_cdf(q,
       uniforms[:1].expand_as(uniforms))
   changes the logits | q = saguaro_distribution( --> logits -= logits.max()\n        q =
@@ -441,9 +440,9 @@ sampling.verify
   a uniform numbers of six digits | uniforms[:, lookahead]) -->
       uniforms[:, lookahead].mul(1e6).round() / 1e6)
 sampling.saguaro_distribution
-  more than F tokens, where some are equally likely | cached = q.topk(min(fan_out,
+  more than F tokens, where some are equally likely | cached = q.topk(min(F,
       q.shape[-1])).indices\n    sigma = q.scatter(-1, cached, downweight * q.gather(-1,
-      cached)) --> least = q.topk(min(fan_out, q.shape[-1])).values[..., -1:]\n    sigma =
+      cached)) --> least = q.topk(min(F, q.shape[-1])).values[..., -1:]\n    sigma =
       torch.where(q >= least, downweight * q, q)
 sampling.Sampler.sample
   numbers of six digits | return inverse_cdf(q, uniforms) --> return inverse_cdf(q,
@@ -487,7 +486,7 @@ sampling.verify
       r.argsort(descending=True)\n    bonus.append(order[inverse_cdf(r[order], uniforms[b, K])])
 sampling.saguaro_distribution
   by rank | sigma = q.scatter(-1, cached, downweight * q.gather(-1, cached)) --> rank =
-      q.argsort(descending=True, stable=True).argsort()\n    sigma = torch.where(rank < fan_out,
+      q.argsort(descending=True, stable=True).argsort()\n    sigma = torch.where(rank < F,
       downweight * q, q)
 sampling.Sampler.sample
   from the last token on | return inverse_cdf(q, uniforms) --> last = q.shape[-1] -

@@ -86,11 +86,11 @@ return frame.f_locals['expected']""", "import sys"),
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheats_get_no_points(marks, name, tmp_path):
+def test_cheats_get_no_points(marks, marker, name):
+    if name == "loads the program's file" and not marker.box:
+        pytest.skip("bubblewrap is missing or may not run")
     points, remark = marks(CHEATS[name])
     assert points == 0 and remark
-    looked = mark.look_at(tmp_path)
-    assert looked == [] if name in ("asks the solution",) else "cache.py names" in looked[0]
 
 
 def test_handed_out_numbers_earn_nothing(marks, monkeypatch):
@@ -140,7 +140,7 @@ def test_part_of_the_points(marks, marker, tmp_path):
 def test_what_is_no_small_file_is_not_read(marker, tmp_path):
     os.mkfifo(tmp_path / "cache.py")
     assert marker.grade(tmp_path, "6") == (
-        0, "OSError: cache.py is no regular file of at most 1 MB")
+        0, "OSError: cache.py is no regular file of at most 64 KB")
     os.remove(tmp_path / "cache.py")
     (tmp_path / "cache.py").symlink_to("/dev/zero")
     assert "no regular file" in marker.grade(tmp_path, "6")[1]
@@ -185,11 +185,11 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mark.py", *answers, "gone", *words])
     mark.main()
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
-    assert rows[0] == ["submission", "6", "total", "remarks"]
+    assert rows[0] == ["submission", "6", "total", "seed", "remarks"]
     assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 5
-    assert rows[1][3] == "" and rows[2][3] == "6: not attempted"
-    assert "SyntaxError" in rows[3][3] and "(cache.py, line 1)" in rows[3][3]
-    assert "FileNotFoundError" in rows[6][3]
+    assert rows[1][4] == "" and rows[2][4] == "6: not attempted"
+    assert "SyntaxError" in rows[3][4] and "(cache.py, line 1)" in rows[3][4]
+    assert "FileNotFoundError" in rows[6][4]
     assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
     shown = capsys.readouterr().out

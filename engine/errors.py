@@ -4,8 +4,9 @@ import re
 from contextlib import contextmanager
 from typing import Iterator
 
-# all but tab and newline; and half characters and others that no file of XML may hold
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+# all but tab and newline; what turns text around; half characters, and others not for XML
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
+                     r"\ud800-\udfff\ufffe\uffff]")
 BOLD = re.compile("\x1b\\[[0-9;]*m")  # and colours
 LACKS = ("out of memory", "allocate memory", "failed to map segment")  # of a GPU, of the host
 NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from cli.settings import DecodingSettings, open_for_writing
-from cli.text import TextStream, printable, text_pieces
+from cli.text import TextStream, text_pieces
+from engine.errors import printable
 from run.stats import theorem_7
 
 REPORT = (
