@@ -126,7 +126,7 @@ class CausalLM:
         """Return logits `[B, n, V]` for tokens, positions and slots `[B, n]`. A token sees the
         slots where `visible` `[B, n, slots in use]` is True, and in their order these hold its
         text. Logits of ids that the model lacks are -inf. Positions beyond the longest text are
-        clamped: nothing reads the logits of such tokens, which only keep shapes static.
+        clamped: such tokens keep shapes static, and what follows from their logits is cut off.
         `logits=False` only fills the KV, unpaced."""
         if self.last_token < self.vocab_size - 1:  # a draft that lacks the target's last ids
             tokens = tokens.clamp(max=self.last_token)
