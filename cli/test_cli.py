@@ -73,7 +73,7 @@ slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 PREPARE_PROCESS = launch.prepare_process  # tests in this process replace these
-DRAFT_RANK = launch.draft_rank
+SECOND_RANK = launch.second_rank
 
 
 # ---- helpers ----
@@ -90,7 +90,7 @@ def one_process(monkeypatch):
     monkeypatch.setattr(launch, "prepare_process", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
-    monkeypatch.setattr(launch, "draft_rank", lambda module: nullcontext())
+    monkeypatch.setattr(launch, "second_rank", lambda module: nullcontext())
     monkeypatch.setattr(sys, "argv", sys.argv)
     # the variable HF_HUB_OFFLINE is read at the import, which other test files have done
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -1123,7 +1123,7 @@ def test_a_folder_that_a_killed_run_left_is_removed_by_a_later_one(tmp_path, mon
     lstat = Path.lstat
     monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(
         st_mtime=lstat(path).st_mtime, st_uid=os.getuid() + path.name.endswith("other")))
-    with DRAFT_RANK("run"):
+    with SECOND_RANK("run"):
         pass
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {".saguaro-new", ".saguaro-other", ".saguaro-link", "mine"}
