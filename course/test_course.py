@@ -854,10 +854,11 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
     write_program(tmp_path, list(EXERCISES))
     given = {file.relative_to(tmp_path).as_posix(): file.read_text("utf-8", "ignore")
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".toml", ".ini")}
-    assert {"test_exercises.py", "SHEET.md", "LAB.md", "values.toml"} < set(given)
+    assert {"test_exercises.py", "SHEET.md", "LAB.md", "docs/WORDS.md", "values.toml"} < set(given)
+    assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))  # `cp *` has all
     assert not (tmp_path / "expected.json").exists()  # `write_expected` adds it
     assert given["SHEET.md"] == (ROOT / "course/SHEET.md").read_text("utf-8")
-    assert not {"README.md", "handout.toml"} & set(given)
+    assert not {"README.md", "handout.toml", "ideas/block.py"} & set(given)  # block: verifies, too
     assert not [*tmp_path.glob("figures/*.svg"), *tmp_path.rglob("*.pyc")]
     assert (tmp_path / "tiny/target/model.safetensors").is_file()
     for number, exercise in EXERCISES.items():

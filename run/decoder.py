@@ -107,6 +107,9 @@ class Decoder:
 
 def make_plan(settings: Settings) -> Plan:
     """Make the choices of sections 4.1 and 4.3. Raises `UserError` for an unknown name."""
+    if settings.verification not in VERIFICATIONS:
+        raise UserError(f"--verification {settings.verification}: not one of "
+                        f"{', '.join(VERIFICATIONS)}")
     fan_out = fan_out_with(settings, settings.acceptance_rate)
     backup = settings.backup
     critical_batch_size = None
@@ -118,9 +121,6 @@ def make_plan(settings: Settings) -> Plan:
             acceptance_after(settings, "random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    if settings.verification not in VERIFICATIONS:
-        raise UserError(f"--verification {settings.verification}: there are "
-                        f"{', '.join(VERIFICATIONS)}")
     rates = (settings.acceptance_rate, acceptance_after(settings, backup))
     return Plan([fan_out, fan_out_with(settings, rates[1])], backup, critical_batch_size,
                 FAN_OUTS_BY_ROUND.get(settings.fan_out), rates, settings.miss_exponent)
