@@ -22,7 +22,7 @@ import torch
 from cache import geometric_fan_out
 from cli import launch
 from cli.settings import Settings, parse
-from course import grading, handout, mark, page, race
+from course import grading, handout, mark, page
 from course.exam import failure
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program
 from course.options import PageSettings
@@ -982,8 +982,6 @@ def test_afterwards_all_is_handed_out(tmp_path):
 
 # ---- wrong arguments ----
 
-PAGE = str(ROOT / "docs/index.html")
-
 
 @pytest.mark.parametrize("module, arguments, said", [
     (handout, "file", "FOLDER 'file': Not a directory"),
@@ -1004,31 +1002,22 @@ PAGE = str(ROOT / "docs/index.html")
     (mark, "full --only 4 10", "--only: invalid choice: '10'"),
     (mark, "full --csv full", "--csv 'full': Is a directory"),
     (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
-    (race, "", "required: PAGE, SVG"),
-    (race, "file", "required: SVG"),
-    (race, f"{PAGE} one two", "unrecognized arguments: two"),
-    (race, "missing race.svg", "PAGE 'missing': No such file"),
-    (race, "full race.svg", "PAGE 'full': Is a directory"),
-    (race, "file race.svg", "PAGE 'file' holds no trace"),
-    (race, "trace race.svg", "PAGE 'trace' holds no trace"),
-    (race, "file ./file", "PAGE 'file': it would be overwritten"),
-    (race, f"{PAGE} full", "SVG 'full': Is a directory")])
+])
 def test_a_wrong_argument_gets_one_sentence(
         tmp_path, monkeypatch, capsys, module, arguments, said):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/cache.py").touch()
     (tmp_path / "file").touch()
-    (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
     assert launch.exit_status(module.main) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err and err.startswith("command: error: ") and err.count("\n") == 1
-    assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
+    assert {file.name for file in tmp_path.iterdir()} == {"full", "file"}
 
 
-@pytest.mark.parametrize("module", ("handout", "mark", "race", "page", "explain"))
+@pytest.mark.parametrize("module", ("handout", "mark", "page", "explain"))
 def test_commands_end_with_status_2(module):
     run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
                          capture_output=True, text=True)
@@ -1098,7 +1087,7 @@ def test_the_greedy_rows_of_the_lecturers_first_table(axis, values, changes):
     assert row in (ROOT / "course/LECTURER.md").read_text("utf-8")
 
 
-@pytest.mark.parametrize("name", ("explain", "handout", "mark", "page", "race"))
+@pytest.mark.parametrize("name", ("explain", "handout", "mark", "page"))
 def test_a_command_that_is_started_as_a_file_is_one_sentence(name):
     started = subprocess.run([sys.executable, ROOT / f"course/{name}.py", "F"], capture_output=True,
                              text=True)
