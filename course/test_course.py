@@ -27,8 +27,9 @@ from course.exam import failure
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program
 from course.options import PageSettings
 from engine.errors import UserError
-from run.decoder import Decoder
+from run.decoder import Decoder, make_plan
 from run.job import Job
+from sampling import VERIFICATIONS
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -939,6 +940,15 @@ def test_what_the_hand_out_names_is_there(tmp_path):
                 assert {first, *others} <= there, f"{file} names `{name}`"
                 if first in vars(grading) and others:
                     assert hasattr(getattr(grading, first), others[0]), f"{file} names `{name}`"
+
+
+def test_a_verification_that_is_not_handed_out_is_one_sentence_before_all_that_is_missing(
+        monkeypatch):
+    function = "cache.geometric_fan_out"
+    install(monkeypatch, function, with_body(function, missing("4")))
+    monkeypatch.delitem(VERIFICATIONS, "block")  # as in the hand-out
+    with pytest.raises(UserError, match="^--verification block: not one of token$"):
+        make_plan(Settings(verification="block"))
 
 
 def test_the_first_hour_runs_and_any_q_is_exact():
