@@ -179,7 +179,7 @@ WRONG = {  # a command, and what is said about it
     "--fan-out 4,,3": "''",
     "--mode fast": "invalid choice: 'fast'",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
-    "--verification best": "--verification best: there are token, block",
+    "--verification best": "--verification best: not one of token, block",
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60 -1": "--pace is -1.0; it must be from 0 to",

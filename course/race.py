@@ -1,24 +1,15 @@
 """The race: one text, written by AR, SD and SSD at the times of a page's trace, as an animated SVG.
 
-    python -m course.race docs/index.html docs/race.svg     (course.page writes both)
-
-CSS alone moves it, so it plays inside <img>; without motion it is the finished picture. The file is
-the template, too: its styles and its legend stay.
+CSS alone moves it, so it plays inside <img>; without motion it is the finished picture. The file,
+docs/race.svg, is the template, too: its styles and its legend stay.
 """
-import json
 import re
 from html import escape
 from itertools import groupby
-from pathlib import Path
 
-if __name__ == "__main__" and not __package__:  # a file finds no other folder
-    raise SystemExit("race.py: start it as python -m course.race")
+from cli.settings import ROOT
+from engine.errors import printable
 
-from cli import launch
-from cli.settings import ROOT, Parser, open_for_writing
-from engine.errors import UserError, printable, reported_as
-
-TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 SLOWER, PAUSE = 2, 3000  # it plays so many times slower, and pauses before it begins again
 LEFT, RIGHT = 86, 776    # where time begins and ends
 COLUMNS = 66             # of text; a longer line goes on in the next
@@ -103,25 +94,3 @@ def race(trace: dict) -> str:
     template = (ROOT / "docs/race.svg").read_text("utf-8")
     begin = re.sub(r"(?<=viewBox=.0 0 800 )\d+", str(y + 26), template.split('id="race">')[0])
     return f'{begin}id="race">\n{motion(drawn, end)}\n{drawn}</g>\n</svg>\n'
-
-
-def main() -> None:
-    parser = Parser(description="Draw the race of a page, as an animated SVG.")
-    parser.add_argument("page", type=Path, metavar="PAGE", help="written by course.page")
-    parser.add_argument("svg", metavar="SVG", help="the file to write")
-    args = parser.parse_args()
-    with reported_as(f"PAGE '{args.page}'", (OSError, ValueError)):
-        if args.page.resolve() == Path(args.svg).resolve():
-            raise OSError("it would be overwritten; name another file as SVG")
-        page = args.page.read_text("utf-8")
-    try:
-        drawn = race(json.loads(re.search(TRACE, page)[0]))
-    except Exception as problem:  # a page may hold anything
-        raise UserError(f"PAGE '{args.page}' holds no trace: name a page that course.page has "
-                        "written") from problem
-    with open_for_writing("SVG", args.svg) as file:
-        file.write(drawn)
-
-
-if __name__ == "__main__":
-    raise SystemExit(launch.exit_status(main))

@@ -22,13 +22,14 @@ import torch
 from cache import geometric_fan_out
 from cli import launch
 from cli.settings import Settings, parse
-from course import grading, handout, mark, page, race
+from course import grading, handout, mark, page
 from course.exam import failure
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program
 from course.options import PageSettings
 from engine.errors import UserError
-from run.decoder import Decoder
+from run.decoder import Decoder, make_plan
 from run.job import Job
+from sampling import VERIFICATIONS
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
@@ -852,10 +853,11 @@ def test_a_hand_out_shows_no_solution_before_it_is_asked_to(tmp_path):
     write_program(tmp_path, list(EXERCISES))
     given = {file.relative_to(tmp_path).as_posix(): file.read_text("utf-8", "ignore")
              for file in tmp_path.rglob("*") if file.suffix in (".py", ".md", ".toml", ".ini")}
-    assert {"test_exercises.py", "SHEET.md", "LAB.md", "values.toml"} < set(given)
+    assert {"test_exercises.py", "SHEET.md", "LAB.md", "docs/WORDS.md", "values.toml"} < set(given)
+    assert not any(path.name.startswith(".") for path in tmp_path.rglob("*"))  # `cp *` has all
     assert not (tmp_path / "expected.json").exists()  # `write_expected` adds it
     assert given["SHEET.md"] == (ROOT / "course/SHEET.md").read_text("utf-8")
-    assert not {"README.md", "handout.toml"} & set(given)
+    assert not {"README.md", "handout.toml", "ideas/block.py"} & set(given)  # block: verifies, too
     assert not [*tmp_path.glob("figures/*.svg"), *tmp_path.rglob("*.pyc")]
     assert (tmp_path / "tiny/target/model.safetensors").is_file()
     for number, exercise in EXERCISES.items():
@@ -938,6 +940,15 @@ def test_what_the_hand_out_names_is_there(tmp_path):
                     assert hasattr(getattr(grading, first), others[0]), f"{file} names `{name}`"
 
 
+def test_a_verification_that_is_not_handed_out_is_one_sentence_before_all_that_is_missing(
+        monkeypatch):
+    function = "cache.geometric_fan_out"
+    install(monkeypatch, function, with_body(function, missing("4")))
+    monkeypatch.delitem(VERIFICATIONS, "block")  # as in the hand-out
+    with pytest.raises(UserError, match="^--verification block: not one of token$"):
+        make_plan(Settings(verification="block"))
+
+
 def test_the_first_hour_runs_and_any_q_is_exact():
     """The code of the sheet, and what LECTURER.md says that it gives."""
     code = re.findall(r"```python\n(.*?)```", (ROOT / "course/SHEET.md").read_text("utf-8"), re.S)
@@ -979,8 +990,6 @@ def test_afterwards_all_is_handed_out(tmp_path):
 
 # ---- wrong arguments ----
 
-PAGE = str(ROOT / "docs/index.html")
-
 
 @pytest.mark.parametrize("module, arguments, said", [
     (handout, "file", "FOLDER 'file': Not a directory"),
@@ -1001,32 +1010,23 @@ PAGE = str(ROOT / "docs/index.html")
     (mark, "full --only 4 10", "--only: invalid choice: '10'"),
     (mark, "full --csv full", "--csv 'full': Is a directory"),
     (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
-    (race, "", "required: PAGE, SVG"),
-    (race, "file", "required: SVG"),
-    (race, f"{PAGE} one two", "unrecognized arguments: two"),
-    (race, "missing race.svg", "PAGE 'missing': No such file"),
-    (race, "full race.svg", "PAGE 'full': Is a directory"),
-    (race, "file race.svg", "PAGE 'file' holds no trace"),
-    (race, "trace race.svg", "PAGE 'trace' holds no trace"),
-    (race, "file ./file", "PAGE 'file': it would be overwritten"),
-    (race, f"{PAGE} full", "SVG 'full': Is a directory")])
+])
 def test_a_wrong_argument_gets_one_sentence(
         tmp_path, monkeypatch, capsys, module, arguments, said):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/cache.py").touch()
     (tmp_path / "file").touch()
-    (tmp_path / "trace").write_text('<script id="trace" type="application/json">{}</script>')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["command", *arguments.split()])
     assert launch.exit_status(module.main) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err and err.startswith("command: error: ") and err.count("\n") == 1
-    assert {file.name for file in tmp_path.iterdir()} == {"full", "file", "trace"}
+    assert {file.name for file in tmp_path.iterdir()} == {"full", "file"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ("handout", "mark", "race", "page", "explain"))
+@pytest.mark.parametrize("module", ("handout", "mark", "page", "explain"))
 def test_commands_end_with_status_2(module):
     run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
                          capture_output=True, text=True)
@@ -1097,7 +1097,7 @@ def test_the_greedy_rows_of_the_lecturers_first_table(axis, values, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("explain", "handout", "mark", "page", "race"))
+@pytest.mark.parametrize("name", ("explain", "handout", "mark", "page"))
 def test_a_command_that_is_started_as_a_file_is_one_sentence(name):
     started = subprocess.run([sys.executable, ROOT / f"course/{name}.py", "F"], capture_output=True,
                              text=True)

@@ -116,6 +116,9 @@ class Decoder:
 
 def make_plan(settings: Settings) -> Plan:
     """Make the choices of sections 4.1 and 4.3. Raises `UserError` for an unknown name."""
+    if settings.verification not in VERIFICATIONS:
+        raise UserError(f"--verification {settings.verification}: not one of "
+                        f"{', '.join(VERIFICATIONS)}")
     fan_out = fan_out_with(settings, settings.acceptance_rate)
     backup = settings.backup
     critical_batch_size = None
@@ -127,9 +130,6 @@ def make_plan(settings: Settings) -> Plan:
             acceptance_after(settings, "random"), settings.miss_exponent, draft_pass)
     if backup not in BACKUPS:
         raise UserError(f"--backup {backup}: there are {', '.join(BACKUPS)} and auto")
-    if settings.verification not in VERIFICATIONS:
-        raise UserError(f"--verification {settings.verification}: there are "
-                        f"{', '.join(VERIFICATIONS)}")
     after_backup = fan_out_with(settings, acceptance_after(settings, backup))
     return Plan([fan_out, after_backup], backup, critical_batch_size)
 
