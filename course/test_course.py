@@ -27,9 +27,9 @@ from course.exam import failure
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program
 from course.options import PageSettings
 from engine.errors import UserError
+from ideas import VERIFICATIONS
 from run.decoder import Decoder, make_plan
 from run.job import Job
-from sampling import VERIFICATIONS
 
 HAND_IN = ("sampling.py", "cache.py", "draft_worker.py", "saguaro.py")
 FUNCTIONS = {number: [f"{exercise['module']}.{function}" for function in exercise["functions"]]
