@@ -5,7 +5,7 @@
 A submission is a folder with the files to hand in. Each exercise is asked in a process of its own,
 with a limit of time and memory, with the solutions of all others, and with other arguments than
 the hand-out's. That process has no solution of the exercise, and only says what comes out; what is
-right is decided here. The process runs in a box of Bubblewrap's, where that can be had.
+right is decided here. It runs in a box of Bubblewrap's, where that can be had.
 """
 import argparse
 import codecs
@@ -24,23 +24,28 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 if __name__ == "__main__" and not __package__:  # a file finds no other folder
     raise SystemExit("mark.py: start it as python -m course.mark")
 
 from cli import launch
 from cli.settings import Parser, open_for_writing
-from course.handout import EXERCISES, ROOT, write_program
+from course.handout import EXERCISES, write_program
 from engine.errors import printable
 
 MEGABYTE = 2**20
 LARGEST = 64 * 1024  # bytes of a file that is handed in
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
+# what Python needs of a system, besides its own folders
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
 import functools, importlib.util, json, os, resource, sys
 stage, module, put_back, names, seed, memory, seconds = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # where nobody waits any longer
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
@@ -70,6 +75,10 @@ os._exit(0)  # whatever threads the answer left
 
 def read(file: Path) -> bytes:
     """Return a file that was handed in; one in UTF-16 as UTF-8."""
+    if not os.path.lexists(file):
+        others = (str(each.relative_to(file.parent)) for each in file.parent.rglob("*")
+                  if each.is_file())
+        raise OSError(f"no {file.name}; there is {', '.join(islice(others, 5)) or 'nothing'}")
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         raise OSError(f"{file.name} is no regular file of at most 64 KB")
@@ -80,38 +89,43 @@ def read(file: Path) -> bytes:
 
 
 def boxed(folder: str, stage: Path) -> list[str]:
-    """Return the command of Bubblewrap in which an answer sees no other process, no network and no
-    solution, and can write nothing but its own folder."""
-    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--ro-bind", "/", "/",
-             "--dev", "/dev", "--proc", "/proc", "--tmpfs", tempfile.gettempdir()]
-    for place in (ROOT, sys.prefix, sys.base_prefix, stage):  # may be in the folder hidden
-        words += ["--ro-bind", place, place]
-    for module in {exercise["module"] for exercise in EXERCISES.values()}:
-        words += ["--ro-bind", "/dev/null", ROOT / f"{module}.py"]
-    if (ROOT / ".git").is_dir():
-        words += ["--tmpfs", ROOT / ".git"]
-    return [*map(str, words), "--bind", folder, folder, "--chdir", folder]
+    """Return the command of Bubblewrap (0.8 or later) for an answer. It sees Python, its own folder
+    and the program in `stage`, but no other process, file or network, and writes into a small
+    folder for temporary files that ends with it."""
+    words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--dev", "/dev",
+             "--proc", "/proc", "--size", 64 * MEGABYTE, "--tmpfs", "/tmp"]
+    python = (sys.prefix, sys.base_prefix, site.getuserbase())
+    for place in (*SYSTEM, *python, stage, folder):
+        words += ["--ro-bind-try", place, place]
+    return [*map(str, words), "--remount-ro", "/", "--chdir", folder]
 
 
-def has_box(stage: Path) -> bool:
-    """Return whether an answer can be boxed here."""
-    if not shutil.which("bwrap"):
-        return False
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*boxed(folder, stage), sys.executable, "-c", ""]
-        return not subprocess.run(words, stderr=subprocess.DEVNULL).returncode
+def has_box(folder: Path) -> bool:
+    """Return whether answers can be boxed here."""
+    words = [*boxed(str(folder), folder), sys.executable, "-c", "import torch"]
+    return bool(shutil.which("bwrap")) and not subprocess.run(
+        words, stderr=subprocess.DEVNULL).returncode
+
+
+def said_file() -> BinaryIO:
+    """Open a file for what an answer says: in memory where that can be, because a disk may be full
+    and an answer cannot help it."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("said"), "w+b")
+    return tempfile.TemporaryFile("w+b")
 
 
 def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: int,
                timeout: float, box: bool) -> tuple[list, bool]:
-    """Return what an answer says in each test, as far as it comes, and whether it was in time."""
+    """Return what an answer says in each test, as far as it comes, and whether it was in time.
+    Raises OSError if this machine has no room for a small file: that is no fault of the answer."""
     module = EXERCISES[number]["module"]
     put_back = [function for other in EXERCISES if other != number
                 for function in EXERCISES[other]["functions"]
                 if EXERCISES[other]["module"] == module]
     argument = json.dumps([str(stage), module, put_back, names, seed, MEMORY,
                            math.ceil(2 * timeout)])
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+b") as out:
+    with tempfile.TemporaryDirectory() as folder, said_file() as out:
         Path(folder, f"{module}.py").write_bytes(source)
         environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
         environment |= {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH")
@@ -129,7 +143,10 @@ def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: 
             job.wait()
         out.seek(0)
         lines = out.read(64 * MEGABYTE).decode(errors="replace").splitlines()
-    return [json.loads(line) for line in lines], in_time
+    try:
+        return [json.loads(line) for line in lines], in_time
+    except (ValueError, RecursionError, MemoryError) as problem:  # it may have written anything
+        return [f"no values: {type(problem).__name__}"], in_time
 
 
 class Marker:
@@ -151,8 +168,8 @@ class Marker:
             write_program(folder / number, [number])
         self.box = has_box(folder)
         if not self.box:
-            print("mark.py: bubblewrap is missing or may not run; answers run unboxed",
-                  file=sys.stderr, flush=True)
+            print("mark.py: bubblewrap (bwrap, 0.8 or later) is missing or may not run here, so "
+                  "answers run without a box: see course/LECTURER.md", file=sys.stderr, flush=True)
 
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
         """Return the points for one exercise, and a remark if these are not all."""
@@ -160,10 +177,10 @@ class Marker:
         tests = self.said[number]
         try:
             source = read(submission / f"{exercise['module']}.py")
-            said, in_time = run_answer(source, number, self.folder / number, [*tests],
-                                       self.seed, self.timeout, self.box)
-        except (OSError, ValueError, RecursionError, MemoryError) as problem:
+        except (OSError, ValueError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
+        said, in_time = run_answer(source, number, self.folder / number, [*tests], self.seed,
+                                   self.timeout, self.box)
         if said and isinstance(said[0], str):
             return 0, said[0]
         faults = [fault_in(mine, tests[name]) for name, mine in zip(tests, said)]
@@ -173,9 +190,11 @@ class Marker:
             return 0, "not attempted"
         if not any(faults):
             return exercise["points"], ""
-        parts = [self.points[name] for name, fault in zip(tests, faults) if not fault]
-        points = 0 if self.all_or_nothing else sum(parts)
-        return points, f"{faults.count('')} of {len(tests)} tests; {max(faults, key=bool)}"
+        lost = {name: self.points[name] for name, fault in zip(tests, faults) if fault}
+        points = 0 if self.all_or_nothing else exercise["points"] - sum(lost.values())
+        parts = [f"{name.split(', ', 1)[1]} {worth}" for name, worth in lost.items()]
+        several = ", ".join(parts[:4]) + (f" and {len(parts) - 4} others" * (len(parts) > 4))
+        return points, f"lost: {several}; first: {max(faults, key=bool)}"
 
 
 def fault_in(mine: list, said: list) -> str:
@@ -216,8 +235,8 @@ def main() -> None:
     parser.add_argument("--all-or-nothing", action="store_true",
                         help="no points for a part of an exercise's tests")
     args = parser.parse_args()
-    if args.csv and os.path.exists(args.csv):
-        parser.error(f"--csv {args.csv} exists; marks are not written over")
+    if args.csv and os.path.isfile(args.csv):
+        parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
     numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -230,7 +249,7 @@ def main() -> None:
         table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
             points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
-            said = [cell(f"{number}: {remark:.200}")
+            said = [cell(f"{number}: {remark}")[:200]
                     for number, remark in zip(numbers, remarks) if remark]
             name = cell(submission)
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula

@@ -8,7 +8,8 @@ from typing import Iterator
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
                      r"\ud800-\udfff\ufffe\uffff]")
 BOLD = re.compile("\x1b\\[[0-9;]*m")  # and colours
-LACKS = ("out of memory", "allocate memory", "failed to map segment")  # of a GPU, of the host
+LACKS = ("out of memory", "allocate memory",  # of a GPU, of the host
+         "failed to map segment", "start new thread")
 NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "
               "bytes, for which `git lfs pull` fetches the file")
 MEANINGS = {  # of what libraries say
