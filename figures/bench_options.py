@@ -10,8 +10,8 @@ SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "fr
 
 @dataclass
 class BenchSettings(DecodingSettings):
-    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes about
-    20 minutes, and --sweep all about an hour."""
+    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes less
+    than half an hour, and --sweep all longer."""
 
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")
