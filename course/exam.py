@@ -32,7 +32,6 @@ class Exam(random.Random):
         self.hint = f"{test}: {hint}"
         self.only = only
         self.arguments = "none yet"
-        self.changed = ""  # which function changed its arguments
         self.said: list[Said] = []
 
     def numbers(self, *shape: int) -> torch.Tensor:
@@ -53,10 +52,10 @@ class Exam(random.Random):
         """Call a function, which must leave its arguments as they are."""
         self.arguments = "\n            ".join(
             f"{name} = {value}" for name, value in zip(signature(function).parameters, arguments))
-        given = copied(arguments)  # so that what it changes spoils nothing else
-        result = function(*given)
-        if not same(leaves(arguments), leaves(given)):
-            self.changed = f"{function.__name__} changes its arguments"
+        before = leaves(arguments)
+        result = function(*arguments)
+        if not same(before, leaves(arguments)):
+            raise AssertionError("it changes its arguments")
         return result
 
     def says(self, part: str | Callable, value, near=1e-6, right=None, of="") -> None:
@@ -67,16 +66,6 @@ class Exam(random.Random):
             return f"{part if isinstance(part, str) else part(mine, wanted)}{summed}{test}"
         if not self.only or of in self.only:
             self.said.append(Said(hint, self.arguments, plain(value), near, right))
-
-
-def copied(value):
-    """The same, with copies of the tensors in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, (list, tuple)):
-        parts = map(copied, value)
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 def leaves(value) -> list:
@@ -127,8 +116,6 @@ def shown(value) -> str:
 
 def failure(said: list[Said], yours: list, expected: list) -> str:
     """Where your values first differ from what is expected, or "" if nowhere."""
-    if len(yours) == len(expected) + 1 and isinstance(yours[-1], str):
-        yours = yours[:-1]  # an exception after all that this test asks
     for asked, mine, right in itertools.zip_longest(said, yours, expected):
         if asked is None or mine is None:
             return "it ended too early"
@@ -145,7 +132,6 @@ def answers(ask: Callable[[Exam], None], exam: Exam) -> list[Said]:
     """What the functions of this process say, up to an exception."""
     try:
         ask(exam)
-        exam.says("arguments stay as they are; ", exam.changed, of="unchanged")
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
         exam.only = ()
