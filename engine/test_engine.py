@@ -664,7 +664,7 @@ def test_what_cannot_be_compiled_is_said_once_and_captured(fake_graphs, monkeypa
     assert decoder.target.model.kv.graphs
 
 
-@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=slow)))
 def test_what_is_checked_at_loading_is_what_runs(compiled, fake_graphs, monkeypatch):
     """What runs is compiled wrongly. (Nothing is captured: stand-ins capture no compiled pass.)"""
     def compile_wrongly(graph, inputs):
