@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from engine.errors import UserError, not_finite, reported_as
-from engine.model import CausalLM, KVCache
+from engine.model import CausalLM, KVCache, stance
 
 PROBE = 32  # tokens of the text with which a model is tried
 WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
@@ -30,7 +30,7 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
-            eager = torch.compiler.set_stance("force_eager")
+            eager = stance("force_eager")
             with eager, torch.autocast(model.device.type, enabled=False):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]

@@ -28,6 +28,7 @@ and a 4-D `attention_mask` is used as it is. Any module with the same call can s
 import inspect
 import math
 import threading
+from contextlib import contextmanager
 from typing import Callable
 
 import torch
@@ -48,8 +49,16 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
+COMPILING = threading.RLock()
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
+
+
+@contextmanager
+def stance(name: str):
+    """Say what PyTorch's compiler does in a pass. It is told so for all threads, one at a time."""
+    with COMPILING, torch.compiler.set_stance(name):
+        yield
 
 
 class KVCache:
@@ -132,7 +141,7 @@ class CausalLM:
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         if not logits:
-            with torch.compiler.set_stance("force_eager"):
+            with stance("force_eager"):
                 return self.forward_eager(tokens, positions, slots, visible, keep=1)
         self.clock.passes += 1  # of the work at hand, for the pace
         given = self.forward_fn(self, tokens, positions, slots, visible)[..., :self.vocab_size]

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -547,7 +548,7 @@ def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, 
 
 
 def test_threads_with_models_of_their_own_do_not_meet():
-    """Nor those in which models are loaded."""
+    """Nor those in which models are loaded. After them layers are compiled as before."""
     def work(_) -> list:
         decoder = decoder_of(Settings(mode="sd", max_new_tokens=16, prompt="def f(x):"))
         return [decoder([[5, 6, 7]]) for _ in range(4)]
@@ -555,6 +556,9 @@ def test_threads_with_models_of_their_own_do_not_meet():
     with ThreadPoolExecutor(3) as threads:
         texts = sum(threads.map(work, range(3)), [])
     assert texts == texts[:1] * 12
+    compiler = mock.Mock(wraps=lambda graph, inputs: graph)
+    torch.compile(lambda number: number + 1, backend=compiler)(torch.ones(2))
+    assert compiler.called
 
 
 @pytest.mark.parametrize("first, second", (("inside", "outside"), ("outside", "inside")))
