@@ -49,14 +49,15 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
-COMPILING = threading.RLock()
+COMPILING = threading.Lock()  # see `stance`
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 
 
 @contextmanager
 def stance(name: str):
-    """Say what PyTorch's compiler does in a pass. It is told so for all threads, one at a time."""
+    """Run passes with a stance of `torch.compiler.set_stance`. PyTorch keeps one for all threads,
+    and each puts back what it found: two that overlap would leave a wrong one."""
     with COMPILING, torch.compiler.set_stance(name):
         yield
 
