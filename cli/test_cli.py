@@ -1138,16 +1138,16 @@ def test_pytorch_runs_no_kernels_from_a_folder_that_others_can_make(way, home, t
     shared.mkdir()
     if "llama" not in way:  # there PyTorch's compiler comes before any file of ours
         (shared / "torchinductor_you").touch()
-    unset = ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME")
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "QUACK_CACHE_DIR", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"HOME": str(tmp_path / home), "TMPDIR": str(shared), "LOGNAME": "you"}
     program = f"import os, {way}\nfolder = os.environ['TORCHINDUCTOR_CACHE_DIR']\n" \
-              "print(folder, oct(os.stat(folder).st_mode))"
+              "print(folder, os.environ['QUACK_CACHE_DIR'], oct(os.stat(folder).st_mode))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, text=True,
                          capture_output=True)
     assert run.returncode == 0, run.stderr
-    folder, mode = run.stdout.split()
-    assert mode == "0o40700"
+    folder, quack, mode = run.stdout.split()
+    assert mode == "0o40700" and quack == f"{folder}/quack"
     if home == "home":
         assert folder == str(tmp_path / "home/.cache/saguaro") and Path(folder).exists()
     else:

@@ -44,7 +44,9 @@ BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
 
 
 def acceptance_arguments(exam, shape, V):
+    """In half of the cases p = q / 2 for all tokens but one, however unlikely they are."""
     p, q = exam.distributions(*shape, V), exam.distributions(*shape, V)
+    p = p.where(exam.numbers(*shape, 1) < 0.5, (q + one_hot(q.argmax(-1), V)) / 2)
     return p, q, (exam.numbers(*shape, V) * (q > 0)).argmax(-1)
 
 
@@ -115,34 +117,37 @@ def sixteenths(exam, *shape, V, parts=16):
 
 
 def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="float64",
-               V=None, parts=4, ties=False, equal=False):
-    """p and q are multiples of 1/`parts`; if `equal`, they are the same. With `ties` uniform
-    numbers are as large as an acceptance probability, or a little less. In parts of 1/4 the
-    residual is in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
+               V=None, parts=4, rejected=True, ties=False):
+    """p and q are multiples of 1/`parts`. Every row has a rejected token, or none has one. `ties`
+    asks uniform numbers on borders, of acceptance and then of t*. In parts of 1/4 the residual is
+    in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
     for K, rows in itertools.product(lookaheads, counts):
         ids = torch.tensor(sorted(exam.sample(range(V or 5), exam.choice([3, 4, 5]))))
-        p = sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts)
-        q = p if equal else sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts)
+        p, q = (sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts) for _ in range(2))
         tokens = (exam.numbers(20, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
-        lost = (p - (q if width is None else one_hot(tokens, len(ids)))).clamp(min=0).sum(-1)
-        place = (lost != 0.75).int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
-        p, q, tokens = p[place], q[place][:, :K], tokens[place][:, :K]
-        u = exam.numbers(rows, K + 1)
-        u = u.where(exam.numbers(rows, K + 1) < 0.4, 0.2 * u)
-        if ties:
-            chance = sampling.acceptance_probability(p[:, :K], q, tokens)
-            below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
-            edge = (chance - 1e-9 * below).clamp(min=0)
-            u[:, :K] = edge.where(4 * chance % 1 == 0, u[:, :K])  # not 1/3, which is rounded
+        drafted = one_hot(tokens, len(ids)).double()
+        q = q if width is None else drafted
+        chance = ((p * drafted).sum(-1) / (q * drafted).sum(-1)).clamp(max=1)
+        fits = ((p - q).clamp(min=0).sum(-1) != 0.75) & (rejected | (chance > 0))
+        fits[..., 0] &= (chance[..., 0] < 1) | (not rejected)
+        place = fits.int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
+        p, q, tokens, chance = p[place], q[place][:, :K], tokens[place][:, :K], chance[place][:, :K]
+        u = exam.numbers(200, rows, K + 1)
+        u = u.where(exam.numbers(200, rows, K + 1) < 0.4, 0.2 * u)
+        fits = (u[..., :K] >= chance).any(-1) == rejected  # with K = 0 none
+        u = u[fits.int().argmax(0), torch.arange(rows)]
+        below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
+        on_edge = u.clone()  # but not on 1/3, which is rounded
+        on_edge[:, :K] = (chance - 1e-9 * below).clamp(min=0).where(4 * chance % 1 == 0, u[:, :K])
         p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
             -1, ids, part.to(getattr(torch, type))) for part in (p, q))
-        given = p, ids[tokens], q[..., :width], u
-        exam.says("k of ", exam.call(sampling.verify, *given)[0], of="k")
-        few = min(rows, 4)
-        many = [part[:few].repeat(len(BORDERS), *[1] * (part.dim() - 1)) for part in given]
-        many[3][:, -1] = BORDERS.repeat_interleave(few)
+        given = p, ids[tokens], q[..., :width if K else exam.choice([0, None])]
+        exam.says("k of ", exam.call(sampling.verify, *given, on_edge if ties else u)[0], of="k")
+        few, last = min(rows, 4), BORDERS if ties else EVEN[12::25]
+        many = [part[:few].repeat(len(last), *[1] * (part.dim() - 1)) for part in (*given, u)]
+        many[3][:, -1] = last.repeat_interleave(few)
         drawn = sampling.verify(*many)[1].view(-1, few, 1) == ids
-        exam.says(f"shares of the tokens {ids.tolist()} as t*, by {len(BORDERS)} last uniform "
+        exam.says(f"shares of the tokens {ids.tolist()} as t*, by {len(last)} last uniform "
                   "numbers, of ", drawn.double().mean(0), of="t*")
 
 
@@ -159,27 +164,37 @@ def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0),
             logits = pad(sixteenths(exam, *shape, V=width - 1, parts=8), (1, 0), value=1.0).log()
         sampler = sampling.Sampler(*settings)
         tokens, q = exam.call(sampler.sample, logits, uniforms, fan_out)
+        exam.says("tokens are integers; ", not is_real(tokens), of="sigma")
         exam.arguments += f"\n            Sampler({', '.join(map(str, settings))})"
         exam.says("the reported q of ", q, 1e-6 if type == "float64" else 1e-3, of="sigma")
         if V or sampler.greedy:
-            drawn = tokens if sampler.greedy else q.gather(-1, tokens[..., None]) == 0
+            drawn = tokens if sampler.greedy else q.gather(-1, tokens[..., None].long()) == 0
             exam.says("the likeliest token, or else whether its q is 0, of ", drawn, of="drawn")
             continue
         numbers = BORDERS if fine else EVEN
         place = torch.arange(len(numbers))[:, None] + 37 * torch.arange(uniforms.numel())
         numbers = numbers[place % len(numbers)].view(-1, *shape)  # in every place another order
         tokens, _ = sampler.sample(logits.expand(len(numbers), *logits.shape), numbers, fan_out)
-        shares = one_hot(tokens, width).double().mean(0)
+        shares = one_hot(tokens.long(), width).double().mean(0)
         exam.says(f"the drawn tokens' shares, by {len(numbers)} uniform numbers, and the reported "
                   "q of ", torch.stack([shares, q.expand_as(shares)]), 1e-6 if fine else 0.01,
                   lambda mine, _: [mine[1], mine[1]], "drawn")
+    if V:  # behind a likely token, or before it, 1000 of 2e-8 each: float32 cannot add these to 1
+        weights = torch.full((2, 1001), 2e-8)
+        weights[0, 0] = weights[1, -1] = 1
+        numbers = 2e-8 * (torch.arange(50).double() + 400.5)
+        found = [sampling.Sampler(1.0).sample(weights.log().expand(50, 2, -1),
+                                              u[:, None].expand(50, 2), 0)[0]
+                 for u in (numbers, 1 - numbers)]  # the order of tokens is yours
+        exam.says("different tokens by 50 numbers 2e-8 apart; ", [
+            max(len(each[:, row].unique()) for each in found) for row in (0, 1)], 2, of="drawn")
 
 
-def ask_likely_outcomes(exam, n=(7, 9)):
+def ask_likely_outcomes(exam, n=(7, 9), fewest=1):
     for rows, K in itertools.product((1, 2, 4), (0, 1, 3)):
         candidates = exam.numbers(rows, K + 1, exam.choice(n)).argsort(-1)
         candidates += exam.choice([0, 2**16, 2**31]) + exam.integers(90, rows, 1, 1)
-        fan_out = one_hot(exam.integers(K + 1, rows, exam.randint(1, 7)), K + 1).sum(1)
+        fan_out = one_hot(exam.integers(K + 1, rows, exam.randint(fewest, 7)), K + 1).sum(1)
         guesses = exam.call(cache.likely_outcomes, candidates, fan_out)
         pairs = torch.stack([guesses.num_accepted, guesses.bonus], -1)  # by name: an `Outcome`
         exam.says("", [sorted(row) for row in pairs.tolist()])
@@ -243,9 +258,11 @@ def sigma(text: list[int], F: int) -> list[float]:
     return plain(sampling.saguaro_distribution(logits_after(*text).softmax(-1), F, 0.5))
 
 
-def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None):
-    """The draft behind random texts, with C = 1/2; the texts; and what is under verification."""
-    texts = [exam.integers(WORDS, exam.randint(2, 9)).tolist() for _ in range(rows)]
+def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None, lengths=()):
+    """The draft behind random texts of different lengths, with C = 1/2; the texts; and what is
+    under verification."""
+    texts = [exam.integers(WORDS, length).tolist()
+             for length in (lengths or exam.sample(range(2, 10), rows))]
     plan = draft_worker.Plan([[*shape] for shape in fan_out], backup)
     sampler = sampling.Sampler(temperature, downweight=0.5)
     draft = draft_worker.DraftWorker(model(), sampler, SEED, plan)
@@ -253,15 +270,22 @@ def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None):
     draft.clock.read()  # the clock is the model's: forget what a failed answer left there
     model().forward_fn = mock.Mock(wraps=CausalLM.forward_eager)
     tokens = exam.integers(WORDS, rows, plan.lookahead if drafted is None else drafted)
-    source = torch.tensor((exam.sample([PRIMARY, BACKUP], 2) * rows)[:rows])
+    source = torch.tensor(([PRIMARY, BACKUP] * rows)[:rows])
     return draft, texts, Speculation(tokens, torch.zeros(*tokens.shape, 0), source)
 
 
-def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
-    """Every branch of a tree, against an ordinary forward pass over its own text."""
-    draft, texts, in_flight = start(exam, [[n] + [0] * K] * 2, rows)
-    draft.trunk_pass(in_flight)
-    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + beyond
+# Behind texts of 3 and 5 tokens, and two drafted ones: branches of 3 tokens, k = 0, 2 and 1, 1
+TREE = draft_worker.Tree(
+    torch.tensor([[3, 5], [6, 6]]), torch.tensor([[7, 8], [9, 10], [11, 12]]),
+    torch.tensor([[[int(slot) for slot in branch.split()] for branch in row] for row in (
+        ("1 1 1 0 0 0 0  1 0 1 0 1 0", "1 1 1 1 1 0 0  0 1 0 1 0 1"),
+        ("1 1 1 1 1 1 0  1 0 1 0 1 0", "1 1 1 1 1 1 0  0 1 0 1 0 1"))]).bool())
+
+
+def ask_tree_layout(exam, rows=2, K=3, n=4):
+    """What each branch sees, in which order the slots may be."""
+    draft, _, _ = start(exam, [[n] + [0] * K] * 2, rows)
+    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
     ids = tree.slots.flatten().tolist()
     own = {slot: trunk + place for place, slot in enumerate(ids)}
@@ -277,22 +301,48 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
         seen = sorted(own.get(slot, slot) for slot in seen)
         exam.says(sees, [slot for slot in seen if slot < trunk], of="trunk")
         exam.says(sees, [slot for slot in seen if slot >= trunk], of="tree")
+
+
+def ask_tree_pass(exam, rows=2, K=3):
+    """Of a tree that is written down."""
+    draft, texts, in_flight = start(exam, [[2, 0]] * 2, rows, drafted=2, lengths=(3, 5)[:rows])
+    draft.trunk_pass(in_flight)
+    positions, slots, visible = TREE
+    tree = draft_worker.Tree(positions[:rows], slots[:K], visible[:rows, :, :7 + 2 * K])
+    say_passes(exam, tree, [[text + in_flight.tokens[row, :position - len(text)].tolist()
+                             for position in positions[row]] for row, text in enumerate(texts)])
+
+
+def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
+    """Both functions together."""
+    draft, texts, in_flight = start(exam, [[n] + [0] * K] * 2, rows)
+    draft.trunk_pass(in_flight)
+    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + beyond
+    tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
+    say_passes(exam, tree, [[text + in_flight.tokens[row, :accepted].tolist()
+                             for accepted in k[row]] for row, text in enumerate(texts)])
+
+
+def say_passes(exam, tree, texts: list[list[list[int]]]) -> None:
+    """Note every branch of a tree, against an ordinary forward pass over its own text."""
+    K, rows, n = len(tree.slots), len(texts), len(texts[0])
     tokens = exam.integers(WORDS, K, rows, n)
+    logits = []
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
         model().forward_fn.reset_mock()
-        logits = exam.call(draft_worker.tree_pass, model(), tree, tokens[step], step)
+        logits.append(exam.call(draft_worker.tree_pass, model(), tree, tokens[step], step))
         calls = [call.args for call in model().forward_fn.call_args_list]  # or one of all
         exam.says(f"positions in step {step}, less those of the tree; ",
                   torch.cat([call[2] for call in calls], 1) - tree.positions, of="advance")
         later = tree.slots[step + 1:].flatten().tolist()
-        seen = [slot for slot in later if any(call[4][..., slot:slot + 1].any() for call in calls)]
+        seen = [slot for slot in later if any(call[4][..., slot:slot + 1].any()
+                                              for call in calls)]
         exam.says(f"slots of steps after {step} that are seen; ", seen, of="later")
-        for row, branch in itertools.product(range(rows), range(n)):
-            text = texts[row] + in_flight.tokens[row, :k[row, branch]].tolist()
-            text += tokens[:step + 1, row, branch].tolist()
-            exam.says(f"the logits after token {step} of branch {branch} of row {row}, at position "
-                      f"{len(text) - 1}; ", logits[row, branch], 1e-6,
-                      lambda *_, text=text: plain(logits_after(*text)), "logits")
+    for place, row, branch in itertools.product(range(2 * K), range(rows), range(n)):
+        text = texts[row][branch] + tokens[:place % K + 1, row, branch].tolist()
+        exam.says(f"the logits after token {place % K} of branch {branch} of row {row}, at "
+                  f"position {len(text) - 1}; ", logits[place][row, branch], 1e-6,
+                  lambda *_, text=text: plain(logits_after(*text)), "logits")
 
 
 def ask_speculate(exam, kinds, T=(1.0,), drafted=(2,), backups=("neural",)):
@@ -314,8 +364,8 @@ def ask_speculate(exam, kinds, T=(1.0,), drafted=(2,), backups=("neural",)):
         exam.says("a backup, timed, if a row missed; ", work.count("backup"), of="timed")
         exam.says("passes of the draft, K or none; ", model().forward_fn.call_count, of="passes")
         active = [row for row in range(rows) if kind[row] != "f"]
-        drafted_by = torch.tensor([PRIMARY, BACKUP])[answer.source]  # as `pre_speculate` has it
-        exam.says("who drafted, the cache or the backup; ", drafted_by[active], of="source")
+        exam.says("`source` is whole numbers; ", answer.source.dtype != torch.bool, of="whole")
+        exam.says("who drafted, the cache or the backup; ", answer.source[active], of="source")
         for row in active:
             def fits(mine, right, row=row, old_text=texts[row]):
                 old = mine and agree(mine[0], sigma(old_text, 0), 1e-6)
@@ -339,15 +389,21 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0),
         exam.says("the number of trunk passes; ", draft.trunk_pass.call_count, of="stays")
         after = [draft.text, draft.length, draft.plan.fan_out == shapes]
         exam.says("text, length and fan-outs stay; ", same([*before, True], after), of="stays")
-        exam.says("the shapes of q, [..., K, V], V = 0 if greedy, and of the tokens, [..., K]; ",
-                  [*cached.q.shape[-2:], cached.tokens.shape[-1]], of="q")
-        exam.says("tokens are integers; ", not is_real(cached.tokens), of="q")
+        pairs = torch.stack([*cached.guesses], -1).tolist()
+        guesses = [sorted((k, bonus, n) for n, (k, bonus) in enumerate(row) if k != NO_OUTCOME)
+                   for row in pairs]
         for row, source in enumerate(in_flight.source):
-            pairs = torch.stack([part[row] for part in cached.guesses], -1).tolist()
-            guessed = sorted((k, bonus, n) for n, (k, bonus) in enumerate(pairs) if k != NO_OUTCOME)
             exam.says(f"row {row}: guesses (k, t*), sorted, by the fan-out {shapes[source]} (in "
-                      "round 0 all for k = 0); ", [pair[:2] for pair in guessed], of="guesses")
-            for (k, bonus, branch), step in itertools.product(guessed, range(len(shapes[0]) - 1)):
+                      "round 0 all for k = 0); ", [pair[:2] for pair in guesses[row]], of="guesses")
+        K, V = len(shapes[0]) - 1, len(draft.q_template)
+        exam.says("the shapes of guesses [B, n], tokens [B, n, K], and q [B, n, K, V], V = 0 if "
+                  "greedy; ", [*cached.guesses.bonus.shape, *cached.tokens.shape, *cached.q.shape],
+                  0, lambda mine, _, last=(K, V): [*mine[:2] * 2, last[0], *mine[:2], *last], "q")
+        exam.says("tokens are integers; ", not is_real(cached.tokens), of="q")
+        if not cached.tokens.shape[1:] == cached.q.shape[1:3] == (len(pairs[0]), K):
+            continue  # their shapes are wrong
+        for row, step in itertools.product(range(rows), range(K)):
+            for k, bonus, branch in guesses[row]:
                 text = texts[row] + in_flight.tokens[row, :k].tolist() + [bonus]
                 say_step(exam, text, cached.tokens[row, branch, :step + 1].tolist(),
                          plain(cached.q[row, branch, step]), shapes[PRIMARY][step])
@@ -371,23 +427,30 @@ def say_step(exam, text: list[int], tokens: list[int], q: list[float], F: int) -
     exam.says(hint, tokens[:earlier] + q if q else tokens, 1e-6, right, "q")
 
 
-def ask_draws(exam, rows=5, shape=(1, 1, 1, 1, 1), rounds=6):
+def ask_draws(exam, rows=6, shape=(1, 1, 1, 1, 1), rounds=5, above=0.5, empty=False):
     """Every token is drawn with a number of its own, from a stream in which each number draws a
-    token of its own."""
+    token of its own, and lies so far `above` the border. If `empty`, every second round is a first
+    one. No two of rows, branches and steps are equally many, whatever their order."""
     draft, _, in_flight = start(exam, [[*shape]] * 2, rows)
     draft.sampler.downweight = 0.0  # excludes the likeliest token; all others are equally likely
-    model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens % 8, WORDS).double()
+    model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens.long() % 8, WORDS).double()
     numbers = itertools.cycle(exam.sample(range(8, WORDS - 1), WORDS - 9))
-    draft.uniforms[PRIMARY].draw = lambda *shape: (torch.tensor(
-        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape) + 1e-6) / (WORDS - 1)
+    draft.uniforms[PRIMARY].draw = lambda *shape: (above + torch.tensor(
+        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape)) / (WORDS - 1)
     found = []
-    for number in range(rounds):  # every second one is a first one
-        cached = exam.call(draft.pre_speculate, [in_flight, Speculation.empty(rows)][number % 2])
-        read = torch.cat([cached.guesses.bonus[..., None], cached.tokens[..., :-1]], -1) % 8
-        excluded = (cached.tokens == read) | (cached.q.gather(-1, read[..., None])[..., 0] != 0)
-        exam.says("tokens that C = 0 excludes are drawn, or have a q; ", excluded.sum())
-        found.append(cached.tokens)
-    found = torch.stack(found)
+    for number in range(rounds):
+        speculation = Speculation.empty(rows) if empty and number % 2 else in_flight
+        cached = exam.call(draft.pre_speculate, speculation)
+        axes = [cached.tokens.shape.index(size) for size in (rows, sum(shape))]
+        tokens, q = (part.movedim(axes, (0, 1)) for part in (cached.tokens.long(), cached.q))
+        read = torch.cat([cached.guesses.bonus[..., None], tokens[..., :-1]], -1) % 8
+        excluded = (tokens == read) | (q.gather(-1, read[..., None])[..., 0] != 0)
+        exam.says("tokens that C = 0 excludes are drawn, or have a q; ", excluded.sum(), of="sigma")
+        found.append(tokens)
+    found = torch.stack(found)  # [rounds, rows, branches, steps]
+    for axis, name in enumerate(("rounds", "rows", "branches", "steps")):
+        different = found.movedim(axis, 0).flatten(1).unique(dim=0)
+        exam.says(f"{name} that are not drawn alike; ", len(different), of=name)
 
     def twice(mine, right):
         places = {}
@@ -396,14 +459,17 @@ def ask_draws(exam, rows=5, shape=(1, 1, 1, 1, 1), rounds=6):
             if first != place:
                 return ("numbers are used twice, or are not the stream's: by (round, row, branch, "
                         f"step) = {first} and {place}; ")
-    exam.says(twice, len(found.unique()))
+        return "numbers are used twice, or are not the stream's; "
+    exam.says(twice, len(found.unique()), of="all")
 
 
-def ask_serve(exam, counts=(1, 2, 3, 4, 5), rounds=6, gone=False):
-    """The calls of `serve`, in order. One row is finished last, in round `rounds` or before; most
-    are finished early. If `gone`, the channel breaks instead of saying so."""
+def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
+    """The calls of `serve`: the order and the arguments of those of the first three rounds, and how
+    it ends. All rows are finished in the same round, `rounds` or before; or `apart`, most of them
+    early. If `gone`, the channel breaks instead of saying so."""
     for rows in counts:
-        ends = [exam.randrange(3) for _ in range(rows - 1)] + [exam.randint(rounds // 2, rounds)]
+        last = exam.randint(rounds // 2, rounds)
+        ends = [exam.randrange(3) if apart else last for _ in range(rows - 1)] + [last]
         ends = exam.sample(ends, rows)  # the round in which each row is finished
         ks = [[FINISHED if number >= end else exam.choice([0, 0, 1, 2]) for end in ends]
               for number in range(max(ends) + 1)]
@@ -426,17 +492,23 @@ def ask_serve(exam, counts=(1, 2, 3, 4, 5), rounds=6, gone=False):
             exam.call(saguaro.serve, draft, channel, texts, exam.randint(20, 40))
         except OSError:
             end = "the channel's error came out of it"
+        except AssertionError as problem:  # a call too many
+            end = str(problem)
         exam.arguments = f"rows whose k are, round by round, {str(ks):.300}"
-        calls = []  # their arguments as they are in the end: nobody may change them
+        calls = {}  # by name, their arguments as they are in the end: nobody may change them
         for name, given, named in ranks.mock_calls:
             called = getattr(draft if hasattr(draft, name) else channel, name)
             arguments = inspect.signature(called).bind(*given, **named).arguments
-            calls.append([name, ", ".join([name, *map(as_text, arguments.values())])])
-        exam.says(f"its {len(calls)} calls of `serve`, and then; ", [len(calls), end], of="end")
-        for number, (name, _) in enumerate([*calls, [end, end]], start=1):
-            exam.says(f"call {number} of `serve`; ", name, of="order")
-        for name, arguments in sorted(calls, key=lambda call: call[0]):
-            exam.says(f"the calls of `{name}`, in their order; ", arguments, of="arguments")
+            calls.setdefault(name, []).append(", ".join(map(as_text, arguments.values())))
+        order = [name for name, *_ in ranks.mock_calls]
+        exam.says(f"its {len(order)} calls of `serve`, and then; ", [len(order), end], of="end")
+        exam.says("the calls of `start`; ", calls.pop("start", []), of="end")
+        order = [name for name in order if name != "start"]
+        for number, name in enumerate(order[:12], start=1):  # of three rounds
+            exam.says(f"call {number} of `serve` after `start`; ", name, of="order")
+        for name in "pre_speculate", "receive_outcome", "speculate", "send_speculation":
+            exam.says(f"the first calls of `{name}`; ", calls.get(name, [])[:3], 0,
+                      lambda mine, right: right if mine else mine, "arguments")
 
 
 def as_text(argument) -> str:

@@ -5,13 +5,13 @@
 A submission is a folder with the files to hand in. Each exercise is asked in a process of its own,
 with a limit of time and memory, with the solutions of all others, and with other arguments than
 the hand-out's. That process has no solution of the exercise, and only says what comes out; what is
-right is decided here. It runs in a box of Bubblewrap's, where that can be had.
+right is decided here. It runs in a box of Bubblewrap's, where that can be had. Where one function
+of an exercise calls another, each is asked in this way.
 """
 import argparse
 import codecs
 import csv
 import json
-import math
 import os
 import random
 import shutil
@@ -24,7 +24,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,7 +33,7 @@ if __name__ == "__main__" and not __package__:  # a file finds no other folder
 
 from cli import launch
 from cli.settings import Parser, open_for_writing
-from course.handout import EXERCISES, write_program
+from course.handout import EXERCISES, ROOT, missing, replaced, write_program
 from engine.errors import printable
 
 MEGABYTE = 2**20
@@ -42,28 +42,36 @@ MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 # what Python needs of a system, besides its own folders
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 ANSWER = """  # what runs with the students' code: a line of JSON for each test
-import functools, importlib.util, json, os, resource, sys
-stage, module, put_back, names, seed, memory, seconds = json.loads(sys.argv[1])
+import functools, importlib.util, json, os, resource, signal, sys, time
+solved, program, module, put_back, names, seed, memory, timeout = json.loads(sys.argv[1])
+started = time.monotonic()
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
+seconds = 2 * round(timeout + 0.5)
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # where nobody waits any longer
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 try:
-    sys.path.insert(1, stage)  # behind the answer's folder
+    sys.path[1:1] = [solved, program]  # behind the answer's folder
     answer = importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location("solved", f"{stage}/{module}.py")
-    solved = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(solved)
+    spec = importlib.util.spec_from_file_location("solution", f"{solved}/{module}.py")
+    solution = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(solution)
     for function in put_back:
         *owner, name = function.split(".")
-        given, wanted = (functools.reduce(getattr, owner, part) for part in (solved, answer))
+        given, wanted = (functools.reduce(getattr, owner, part) for part in (solution, answer))
         setattr(wanted, name, vars(given)[name])
     import test_exercises
 except BaseException as problem:
     print(json.dumps(f"{type(problem).__name__}: {problem}"), file=out, flush=True)
     names = []
-for test in names:
+def late(*_):
+    raise TimeoutError("it was not done in time")
+signal.signal(signal.SIGALRM, late)
+begun = time.monotonic()
+for number, test in enumerate(names, start=1):  # each has as long, and what others left
+    due = begun + (started + timeout - begun) * number / len(names)
+    signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 0.01))
     try:
         said = [each.value for each in test_exercises.exam_of(test, seed)]
     except BaseException as problem:
@@ -88,14 +96,14 @@ def read(file: Path) -> bytes:
     return source
 
 
-def boxed(folder: str, stage: Path) -> list[str]:
+def boxed(folder: str, *program: Path) -> list[str]:
     """Return the command of Bubblewrap (0.8 or later) for an answer. It sees Python, its own folder
-    and the program in `stage`, but no other process, file or network, and writes into a small
+    and those of the `program`, but no other process, file or network, and writes into a small
     folder for temporary files that ends with it."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--dev", "/dev",
              "--proc", "/proc", "--size", 64 * MEGABYTE, "--tmpfs", "/tmp"]
     python = (sys.prefix, sys.base_prefix, site.getuserbase())
-    for place in (*SYSTEM, *python, stage, folder):
+    for place in (*SYSTEM, *python, *program, folder):
         words += ["--ro-bind-try", place, place]
     return [*map(str, words), "--remount-ro", "/", "--chdir", folder]
 
@@ -115,22 +123,29 @@ def said_file() -> BinaryIO:
     return tempfile.TemporaryFile("w+b")
 
 
-def run_answer(source: bytes, number: str, stage: Path, names: list[str], seed: int,
-               timeout: float, box: bool) -> tuple[list, bool]:
-    """Return what an answer says in each test, as far as it comes, and whether it was in time.
-    Raises OSError if this machine has no room for a small file: that is no fault of the answer."""
+def asked(test: str, number: str) -> tuple[str, ...]:
+    """Return the functions of an exercise that are asked together with this test."""
+    exercise = EXERCISES[number]
+    name = test.split(", ")[0]
+    return tuple(function for function in exercise["functions"]
+                 if not exercise.get("apart") or function.split(".")[-1] == name)
+
+
+def run_answer(source: bytes, number: str, functions: tuple[str, ...], folders: tuple[Path, Path],
+               names: list[str], seed: int, timeout: float, box: bool) -> tuple[list, bool]:
+    """Return what an answer says in each test of these functions, as far as it comes, and whether
+    it was in time. `folders` have the modules with all other functions, and the program. Raises
+    OSError if this machine has no room for a small file: that is no fault of the answer."""
     module = EXERCISES[number]["module"]
-    put_back = [function for other in EXERCISES if other != number
-                for function in EXERCISES[other]["functions"]
-                if EXERCISES[other]["module"] == module]
-    argument = json.dumps([str(stage), module, put_back, names, seed, MEMORY,
-                           math.ceil(2 * timeout)])
+    put_back = [function for exercise in EXERCISES.values() if exercise["module"] == module
+                for function in exercise["functions"] if function not in functions]
+    argument = json.dumps([*map(str, folders), module, put_back, names, seed, MEMORY, timeout])
     with tempfile.TemporaryDirectory() as folder, said_file() as out:
         Path(folder, f"{module}.py").write_bytes(source)
         environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
         environment |= {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH")
                         if name in os.environ}
-        words = [*(boxed(folder, stage) if box else []), sys.executable, "-c", ANSWER, argument]
+        words = [*(boxed(folder, *folders) if box else []), sys.executable, "-c", ANSWER, argument]
         job = subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
                                stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -154,47 +169,61 @@ class Marker:
 
     def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path,
                  all_or_nothing: bool = False):
-        """`folder` is for the programs that answers are tried in, one for each exercise."""
+        """`folder` is for the program, and for its modules without what a process is asked."""
         from course import grading  # takes seconds
         self.seed = seed
         self.timeout = timeout
         self.all_or_nothing = all_or_nothing
         self.folder = folder
         self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
-        self.said = {}
-        for number in numbers:
-            self.said[number] = {name: grading.exam_of(name, seed) for name, (exercise, *_)
-                                 in grading.TESTS.items() if exercise == number}
-            write_program(folder / number, [number])
+        self.parts = {number: {} for number in numbers}  # by functions: what is said in their tests
+        write_program(folder / "program", [*EXERCISES])
+        for name, (number, *_) in grading.TESTS.items():
+            if number in numbers:
+                functions = asked(name, number)
+                self.parts[number].setdefault(functions, {})[name] = grading.exam_of(name, seed)
+                self.write_modules(number, functions)
         self.box = has_box(folder)
         if not self.box:
             print("mark.py: bubblewrap (bwrap, 0.8 or later) is missing or may not run here, so "
                   "answers run without a box: see course/LECTURER.md", file=sys.stderr, flush=True)
 
+    def write_modules(self, number: str, functions: tuple[str, ...]) -> None:
+        """Write the modules that are handed in, without these functions."""
+        folder = self.folder / " ".join(functions)
+        folder.mkdir(exist_ok=True)
+        for module in {exercise["module"] for exercise in EXERCISES.values()}:
+            source = (ROOT / f"{module}.py").read_text("utf-8")
+            for function in functions if module == EXERCISES[number]["module"] else ():
+                source = replaced(source, function, missing(number))
+            (folder / f"{module}.py").write_text(source, "utf-8")
+
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
         """Return the points for one exercise, and a remark if these are not all."""
         exercise = EXERCISES[number]
-        tests = self.said[number]
         try:
             source = read(submission / f"{exercise['module']}.py")
         except (OSError, ValueError) as problem:
             return 0, f"{type(problem).__name__}: {problem}"
-        said, in_time = run_answer(source, number, self.folder / number, [*tests], self.seed,
-                                   self.timeout, self.box)
-        if said and isinstance(said[0], str):
-            return 0, said[0]
-        faults = [fault_in(mine, tests[name]) for name, mine in zip(tests, said)]
-        missing = "the process ended" if in_time else f"not done after {self.timeout:g} seconds"
-        faults += [missing] * (len(tests) - len(faults))
-        if all(f"NotImplementedError: exercise {number}: " in fault for fault in faults):
+        faults = {}
+        for functions, tests in self.parts[number].items():
+            folders = self.folder / " ".join(functions), self.folder / "program"
+            said, in_time = run_answer(source, number, functions, folders, [*tests], self.seed,
+                                       self.timeout, self.box)
+            if said and isinstance(said[0], str):
+                return 0, said[0]
+            late = "the process ended" if in_time else f"not done after {self.timeout:g} seconds"
+            for name, mine in zip_longest(tests, said[:len(tests)]):
+                faults[name] = late if mine is None else fault_in(mine, tests[name])
+        if all(f"NotImplementedError: exercise {number}: " in fault for fault in faults.values()):
             return 0, "not attempted"
-        if not any(faults):
+        lost = {name: self.points[name] for name, fault in faults.items() if fault}
+        if not lost:
             return exercise["points"], ""
-        lost = {name: self.points[name] for name, fault in zip(tests, faults) if fault}
         points = 0 if self.all_or_nothing else exercise["points"] - sum(lost.values())
         parts = [f"{name.split(', ', 1)[1]} {worth}" for name, worth in lost.items()]
         several = ", ".join(parts[:4]) + (f" and {len(parts) - 4} others" * (len(parts) > 4))
-        return points, f"lost: {several}; first: {max(faults, key=bool)}"
+        return points, f"lost: {several}; first: {faults[next(iter(lost))]}"
 
 
 def fault_in(mine: list, said: list) -> str:

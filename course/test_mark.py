@@ -1,5 +1,6 @@
 """Marking: right answers in unusual files get all points; copied numbers and cheats get none."""
 import csv
+import functools
 import os
 import re
 import socket
@@ -29,7 +30,7 @@ def with_bodies(body: str, before: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def marker(tmp_path_factory):
-    return mark.Marker(["6"], 1, 60, tmp_path_factory.mktemp("programs"))
+    return mark.Marker(["5", "6"], 1, 60, tmp_path_factory.mktemp("13:45 x"))
 
 
 @pytest.fixture
@@ -42,14 +43,12 @@ def marks(marker, tmp_path):
     return grade
 
 
+HELPED = re.sub(f"({re.escape(ANSWER)}.*)", rf"    # {missing('6')}\n\1\n    {missing('6')}", RIGHT)
 UNUSUAL = {
-    "the stub as a comment": RIGHT.replace(ANSWER, f"    # {missing('6')}\n{ANSWER}"),
-    "the stub below the answer": re.sub(f"({re.escape(ANSWER)}.*)", rf"\1\n    {missing('6')}",
-                                        RIGHT),
-    "a helper called solution": RIGHT.replace("return sum(acc", "return solution(acc")
-    + "\n\ndef solution(terms):\n    return sum(terms)\n",
+    "UTF-16, the stub as a comment and below the answer, and a helper called solution":
+        (HELPED.replace("return sum(acc", "return solution(acc")
+         + "\n\ndef solution(terms):\n    return sum(terms)\n").encode("utf-16"),
     "latin-1": ("# coding: latin-1\n# \xe9\n" + RIGHT).encode("latin-1"),
-    "UTF-16": RIGHT.encode("utf-16"),
     "a thread, a child and noise": f"""{RIGHT}
 import os, subprocess, threading, time
 print('noise')
@@ -66,15 +65,18 @@ def test_right_answers_in_unusual_files_get_all_points(marks, monkeypatch, name)
     assert marks(UNUSUAL[name]) == (11, "")
 
 
-CHEATS = {
-    "skips": with_bodies("pytest.skip('1 passed')", "import pytest"),
-    "asks the solution": with_bodies("given = locals()\nimport solution\n"
-                                     "return solution.NAME(**given)"),
-    "looks what is expected": with_bodies("""
+CHEATING = {  # by function
+    "expected_tokens": "import pytest\npytest.skip('1 passed')",
+    "throughput": "given = locals()\nimport solution\nreturn solution.throughput(**given)",
+    "critical_batch_size": """
+import sys
 frame = sys._getframe(1)
 while 'expected' not in frame.f_locals:
     frame = frame.f_back
-return frame.f_locals['expected']""", "import sys"),
+return frame.f_locals['expected']"""}
+CHEATS = {
+    "skips, asks the solution, looks what is expected":
+        functools.reduce(lambda source, cheat: replaced(source, *cheat), CHEATING.items(), RIGHT),
     "lets everything be equal": with_bodies(
         "return 1.0", "import torch.testing\ntorch.testing.assert_close = lambda *a, **k: None"),
     "ends at once": with_bodies(
@@ -103,7 +105,7 @@ def write(file, size=1):
 tries = dict(
     solution=lambda: open({str(ROOT / "cache.py")!r}),
     other=lambda: open({str(tmp_path / "other")!r}),
-    programs=lambda: open({str(marker.folder / "4/cache.py")!r}),
+    others=lambda: open({str(marker.folder / "matches/cache.py")!r}),
     marker=lambda: os.kill({os.getpid()}, 0),
     network=lambda: socket.create_connection({server.getsockname()!r}, 1),
     own=lambda: write("x"), much=lambda: [write(f"/tmp/{{n}}", 2**25) for n in range(4)])
@@ -174,7 +176,11 @@ return 0.0""")
 
 def test_part_of_the_points(marks, marker, tmp_path):
     wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
-    assert marks(wrong)[0] == 10 and "p_hit of 0" in marks(wrong)[1]
+    points, remark = marks(wrong)
+    assert points == 10 and "p_hit of 0" in remark
+    wrong_matches = RIGHT.replace("same_k & same_bonus", "same_k | same_bonus")
+    (tmp_path / "cache.py").write_text(wrong_matches)  # which the solution of `look_up` calls
+    assert marker.grade(tmp_path, "5")[0] == 8
     marker.all_or_nothing = True
     assert marks(wrong)[0] == 0
     marker.all_or_nothing = False
@@ -194,9 +200,10 @@ def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
     inside = with_bodies("return 1.0", "import os\nassert 'HF_TOKEN' not in os.environ, 'seen'")
     assert "lost: " in marks(inside)[1] and "seen" not in marks(inside)[1]
     assert "emory" in marks(with_bodies("return 1.0", f"x = bytearray({mark.MEMORY})"))[1]
-    monkeypatch.setattr(marker, "timeout", 20)
-    points, remark = marks(with_bodies("while True: pass"))
-    assert points == 0 and remark.endswith("and 7 others; first: not done after 20 seconds")
+    monkeypatch.setattr(marker, "timeout", 25)
+    points, remark = marks(RIGHT.replace("    all_hit =", "    while T_p > 1: pass\n    all_hit ="))
+    assert points == 10 and remark.startswith("lost: T_p above 1 1; first: ")
+    assert "it was not done in time" in remark
 
 
 def test_an_endless_answer_ends_soon_if_marking_was_killed(tmp_path):
@@ -239,12 +246,3 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n11\t11\t")
     assert r"eve\n10\t10\tbob" in shown and "\x1b" not in shown
-
-
-def test_a_colon_in_the_path_of_the_program(tmp_path, monkeypatch):
-    monkeypatch.setattr(mark.tempfile, "tempdir", str(tmp_path / "13:45 x"))
-    (tmp_path / "13:45 x").mkdir()
-    (tmp_path / "cache.py").write_text(RIGHT)
-    (tmp_path / "13:45 x/programs").mkdir()
-    marker = mark.Marker(["6"], 1, 60, tmp_path / "13:45 x/programs")
-    assert marker.grade(tmp_path, "6") == (11, "")

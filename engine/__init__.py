@@ -18,3 +18,5 @@ if os.environ.get(CACHE, SHARED).startswith(SHARED):
         until_exit = tempfile.TemporaryDirectory(prefix=PRIVATE)
         folder = until_exit.name
     os.environ[CACHE] = str(folder)
+# kernels in CuTe DSL: what was compiled of them lies in the temporary folder by default, too
+os.environ.setdefault("QUACK_CACHE_DIR", os.path.join(os.environ[CACHE], "quack"))
