@@ -51,7 +51,7 @@ class Exam(random.Random):
 
     def call(self, function: Callable, *arguments):
         """Call a function, which must leave its arguments as they are."""
-        shown = mapped(arguments, lambda tensor: f"numbers {[*tensor.shape]}" if is_large(tensor)
+        shown = mapped(arguments, lambda tensor: f"a tensor {[*tensor.shape]}" if is_large(tensor)
                        else tensor)
         self.arguments = "\n            ".join(
             f"{name} = {value}" for name, value in zip(signature(function).parameters, shown))

@@ -132,8 +132,8 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
         fits[..., 0] &= (chance[..., 0] < 1) | (not rejected)
         place = fits.int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
         p, q, tokens, chance = p[place], q[place][:, :K], tokens[place][:, :K], chance[place][:, :K]
-        u = exam.numbers(200, rows, K + 1)
-        u = u.where(exam.numbers(200, rows, K + 1) < 0.4, 0.2 * u)
+        u = exam.numbers(100, rows, K + 1)
+        u = u.where(exam.numbers(100, rows, K + 1) < 0.4, 0.2 * u)
         fits = (u[..., :K] >= chance).any(-1) == rejected  # with K = 0 none
         u = u[fits.int().argmax(0), torch.arange(rows)]
         below = (chance == 1) | (exam.numbers(rows, K) < 0.5)

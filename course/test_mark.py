@@ -198,7 +198,8 @@ def test_what_is_no_small_file_is_not_read(marker, tmp_path):
 def test_an_answer_has_limits_and_no_environment(marks, marker, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     inside = with_bodies("return 1.0", "import os\nassert 'HF_TOKEN' not in os.environ, 'seen'")
-    assert "lost: " in marks(inside)[1] and "seen" not in marks(inside)[1]
+    remark = marks(inside)[1]
+    assert "lost: " in remark and "seen" not in remark
     assert "emory" in marks(with_bodies("return 1.0", f"x = bytearray({mark.MEMORY})"))[1]
     monkeypatch.setattr(marker, "timeout", 25)
     points, remark = marks(RIGHT.replace("    all_hit =", "    while T_p > 1: pass\n    all_hit ="))
@@ -224,9 +225,8 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     """Answers that are right, missing, unreadable, and in folders whose names are two columns, and
     a formula."""
     monkeypatch.chdir(tmp_path)
-    answers = {"right": RIGHT, "none": with_bodies(missing("6")), "syntax": "def f(:",
-               "eve\n10\t10\tbob": with_bodies("raise ValueError('\\x1b[2J')"),
-               "=1+2": "def f(:"}
+    answers = {"right": RIGHT, "none": with_bodies(missing("6")), "=1+2": "def f(:",
+               "eve\n10\t10\tbob": with_bodies("raise ValueError('\\x1b[2J')")}
     for name, module in answers.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "cache.py").write_text(module)
@@ -237,11 +237,11 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     mark.main()
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "seed", "remarks"]
-    assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 5
+    assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 4
     assert rows[1][4] == "" and rows[2][4] == "6: not attempted"
     assert "SyntaxError" in rows[3][4] and "(cache.py, line 1)" in rows[3][4]
-    assert "no cache.py; there is notes/cache (1).py" in rows[6][4]
-    assert rows[4][0] == r"eve\n10\t10\tbob" and rows[5][0] == "./=1+2"
+    assert "no cache.py; there is notes/cache (1).py" in rows[5][4]
+    assert rows[4][0] == r"eve\n10\t10\tbob" and rows[3][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
     shown = capsys.readouterr().out
     assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n11\t11\t")
