@@ -82,10 +82,10 @@ def mapped(value, change: Callable):
 
 
 def leaves(value) -> list:
-    """Copies of the tensors in nested lists and tuples, and all else that is in them."""
+    """The tensors in nested lists and tuples, and all else that is in them."""
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in leaves(part)]
-    return [value.clone() if isinstance(value, torch.Tensor) else value]
+    return [value]
 
 
 def same(these: list, others: list) -> bool:
@@ -133,7 +133,8 @@ def failure(said: list[Said], yours: list, expected: list) -> str:
         yours = yours[:-1]  # an exception after all that this test asks
     for asked, mine, right in itertools.zip_longest(said, yours, expected, fillvalue="nothing"):
         if asked == "nothing":
-            return f"\n  yours     {shown(mine)}\n  expected  {shown(right)}, and then no more"
+            return ("another number of values\n"
+                    f"  yours     {shown(mine)}\n  expected  {shown(right)}")
         if asked.right and not isinstance(mine, str):
             right = asked.right(mine, right)
         if not agree(mine, right, asked.near):

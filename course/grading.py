@@ -123,8 +123,8 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
     in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
     for K, rows in itertools.product(lookaheads, counts):
         ids = torch.tensor(sorted(exam.sample(range(V or 5), exam.choice([3, 4, 5]))))
-        p, q = (sixteenths(exam, 20, rows, K + 1, V=len(ids), parts=parts) for _ in range(2))
-        tokens = (exam.numbers(20, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
+        p, q = (sixteenths(exam, 50, rows, K + 1, V=len(ids), parts=parts) for _ in range(2))
+        tokens = (exam.numbers(50, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
         drafted = one_hot(tokens, len(ids)).double()
         q = q if width is None else drafted
         chance = ((p * drafted).sum(-1) / (q * drafted).sum(-1)).clamp(max=1)
@@ -136,17 +136,19 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
         u = u.where(exam.numbers(100, rows, K + 1) < 0.4, 0.2 * u)
         fits = (u[..., :K] >= chance).any(-1) == rejected  # with K = 0 none
         u = u[fits.int().argmax(0), torch.arange(rows)]
-        below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
-        on_edge = u.clone()  # but not on 1/3, which is rounded
-        on_edge[:, :K] = (chance - 1e-9 * below).clamp(min=0).where(4 * chance % 1 == 0, u[:, :K])
+        on_edge = u.clone()
+        if ties:
+            below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
+            edge = (chance - 1e-9 * below).clamp(min=0)
+            on_edge[:, :K] = edge.where(4 * chance % 1 == 0, u[:, :K])  # not 1/3: it is rounded
         p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
             -1, ids, part.to(getattr(torch, type))) for part in (p, q))
         given = p, ids[tokens], q[..., :width if K else exam.choice([0, None])]
-        exam.says("k of ", exam.call(sampling.verify, *given, on_edge if ties else u)[0], of="k")
-        few, last = min(rows, 4), BORDERS if ties else EVEN[12::25]
-        many = [part[:few].repeat(len(last), *[1] * (part.dim() - 1)) for part in (*given, u)]
-        many[3][:, -1] = last.repeat_interleave(few)
-        drawn = sampling.verify(*many)[1].view(-1, few, 1) == ids
+        exam.says("k of ", exam.call(sampling.verify, *given, on_edge)[0], of="k")
+        last = BORDERS if ties else EVEN[12::25]
+        many = [part.repeat(len(last), *[1] * (part.dim() - 1)) for part in (*given, u)]
+        many[3][:, -1] = last.repeat_interleave(rows)
+        drawn = sampling.verify(*many)[1].view(-1, rows, 1) == ids
         exam.says(f"shares of the tokens {ids.tolist()} as t*, by {len(last)} last uniform "
                   "numbers, of ", drawn.double().mean(0), of="t*")
 
@@ -309,8 +311,7 @@ def ask_tree_pass(exam, rows=2, K=3):
     draft.trunk_pass(in_flight)
     positions, slots, visible = TREE
     tree = draft_worker.Tree(positions[:rows], slots[:K], visible[:rows, :, :7 + 2 * K])
-    say_passes(exam, tree, [[text + in_flight.tokens[row, :position - len(text)].tolist()
-                             for position in positions[row]] for row, text in enumerate(texts)])
+    say_passes(exam, tree, tree.positions - draft.length[:, None], texts, in_flight.tokens)
 
 
 def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
@@ -319,13 +320,13 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     draft.trunk_pass(in_flight)
     k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + beyond
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
-    say_passes(exam, tree, [[text + in_flight.tokens[row, :accepted].tolist()
-                             for accepted in k[row]] for row, text in enumerate(texts)])
+    say_passes(exam, tree, k, texts, in_flight.tokens)
 
 
-def say_passes(exam, tree, texts: list[list[list[int]]]) -> None:
-    """Note every branch of a tree, against an ordinary forward pass over its own text."""
-    K, rows, n = len(tree.slots), len(texts), len(texts[0])
+def say_passes(exam, tree, k, texts: list[list[int]], drafted) -> None:
+    """Note every branch of a tree, for k `[B, n]` accepted ones of the `drafted` tokens `[B, K]`,
+    against an ordinary forward pass over its own text."""
+    K, (rows, n) = len(tree.slots), k.shape
     tokens = exam.integers(WORDS, K, rows, n)
     logits = []
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
@@ -339,7 +340,8 @@ def say_passes(exam, tree, texts: list[list[list[int]]]) -> None:
                                               for call in calls)]
         exam.says(f"slots of steps after {step} that are seen; ", seen, of="later")
     for place, row, branch in itertools.product(range(2 * K), range(rows), range(n)):
-        text = texts[row][branch] + tokens[:place % K + 1, row, branch].tolist()
+        text = texts[row] + drafted[row, :k[row, branch]].tolist()
+        text += tokens[:place % K + 1, row, branch].tolist()
         exam.says(f"the logits after token {place % K} of branch {branch} of row {row}, at "
                   f"position {len(text) - 1}; ", logits[place][row, branch], 1e-6,
                   lambda *_, text=text: plain(logits_after(*text)), "logits")

@@ -181,8 +181,10 @@ class Marker:
         write_program(folder / "program", [*EXERCISES])
         for name, (number, *_) in grading.TESTS.items():
             if number in numbers:
-                functions = asked(name, number)
-                self.parts[number].setdefault(functions, {})[name] = grading.exam_of(name, seed)
+                part = self.parts[number].setdefault(asked(name, number), {})
+                part[name] = grading.exam_of(name, seed)
+        for number, parts in self.parts.items():
+            for functions in parts:
                 self.write_modules(number, functions)
         self.box = has_box(folder)
         if not self.box:
@@ -258,7 +260,7 @@ def main() -> None:
     parser = Parser(description="Mark submissions.")
     parser.add_argument("folders", type=folder, nargs="+", metavar="FOLDER")
     parser.add_argument("--csv", help="write points and remarks to this file")
-    parser.add_argument("--timeout", type=seconds, default=120, help="seconds for each exercise")
+    parser.add_argument("--timeout", type=seconds, default=120, help="seconds for each process")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
                         help="of the arguments; without it others each time")
