@@ -150,8 +150,7 @@ class DraftWorker:
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
         """Add s_1..s_k and t* to the verified text. All K tokens are written, and t* over the first
-        rejected one; what lies beyond `length` is never read. With k = FINISHED = -1 the length
-        stays."""
+        rejected one; nothing beyond `length` is read. With k = FINISHED = -1 the length stays."""
         drafted = speculation.tokens.cpu()
         end = self.length + outcome.num_accepted
         self.text.scatter_(1, self.length[:, None] + torch.arange(drafted.shape[1]), drafted)

@@ -175,11 +175,10 @@ class Sequences:
         self.new_tokens = [[] for _ in prompts]
         # of each row "eos", "length" (max_new_tokens), "context" or "stop" (by `on_tokens`)
         self.finish_reasons: list[str | None] = [None] * len(prompts)
-        self.last_round: list[RowRound] = []  # of the active rows
 
     def extend(self, speculation: Speculation, outcome: Outcome) -> Outcome:
         """Append the tokens of a round. Returns its outcome, in which finished rows are marked."""
-        self.last_round = []
+        self.last_round: list[RowRound] = []  # of the active rows
         columns = (speculation.source, speculation.tokens, *outcome)
         rows = zip(*(column.tolist() for column in columns))
         for row, (source, drafted, k, bonus) in enumerate(rows):

@@ -31,8 +31,7 @@ class Sampler:
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0,
                  downweight: float = 1.0):
-        """`top_k` 0 and `top_p` 1 are off. `downweight` is C of Saguaro sampling; only `sample`
-        uses it."""
+        """`top_k` 0 and `top_p` 1 are off. `downweight` is C of Saguaro sampling, in `sample`."""
         self.greedy = temperature == 0
         self.downweight = downweight
         self.warpers = []
@@ -53,8 +52,7 @@ class Sampler:
             warped = warp(None, warped)
         return warped.view_as(logits).softmax(-1)
 
-    def q_template(self, vocab_size: int, dtype: torch.dtype,
-                   device: torch.device | str) -> torch.Tensor:
+    def q_template(self, vocab_size: int, dtype: torch.dtype, device) -> torch.Tensor:
         """Return zeros of the width and type of each q, `[V]`, or `[0]` for a greedy draft's, where
         models have this `dtype`."""
         width = 0 if self.greedy else vocab_size
@@ -173,8 +171,7 @@ VERIFIER_STREAM, BRANCH_STREAM, BACKUP_STREAM = range(3)
 
 
 class UniformStream:
-    """Draws the uniform random numbers of one `stream` of a `seed` (0 to 2^30 - 1), by a generator
-    of its own."""
+    """Draws the numbers of one `stream` of a `seed` (0 to 2^30 - 1), by a generator of its own."""
 
     def __init__(self, seed: int, stream: int):
         self.generator = torch.Generator().manual_seed(3 * seed + stream)  # it takes 32 bits

@@ -39,8 +39,7 @@ class TargetWorker:
 
     def verify(self, speculation: Speculation) -> Outcome:
         """Make one pass over the last verified token and the K drafted ones. Accept, reject, and
-        add the bonus token. Raises `UserError` for logits or a q that are
-        infinite or NaN."""
+        add the bonus token. Raises `UserError` for logits or a q that are infinite or NaN."""
         device = self.model.device
         rows, lookahead = speculation.tokens.shape
         with self.clock("verify"):

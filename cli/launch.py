@@ -27,7 +27,6 @@ from engine.errors import UserError, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 OLD = 2 * 24 * 3600  # seconds after which no run needs a folder that another one finds
-launched = False  # True once `launch` has prepared this process
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -64,8 +63,6 @@ def prepare_process() -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
-    global launched
-    launched = True
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -121,8 +118,7 @@ def leave(status: int) -> None:
 
 
 def exit_status(main: Callable[[], None]) -> int:
-    """Call main, and report user errors in one line. Returns the exit status; by then nothing
-    refers to the models."""
+    """Call main, and report errors in one line. Returns the exit status, the models being gone."""
     try:
         main()
         sys.stdout.flush()
@@ -160,8 +156,7 @@ def report(problem: Exception | str) -> None:
 # ---- threads that watch ----
 
 def exit_with_draft(draft: subprocess.Popen) -> None:
-    """Exit when the draft's rank has failed, unless rank 0 has ended it. It has reported why, if it
-    could."""
+    """Exit when the draft's rank has failed, unless rank 0 has ended it. It says why if it can."""
     status = draft.wait()
     if status and not draft.stdin.closed:
         if status < 0:

@@ -48,8 +48,7 @@ class DecodingSettings:
     """Holds the options that all commands share."""
     target: str = option(
         "models", str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
-    draft: str = option(
-        "models", str(TINY / "draft"), "draft model with the target's vocabulary")
+    draft: str = option("models", str(TINY / "draft"), "draft model with the target's vocabulary")
     apply_chat_template: bool = option(
         "text", False, "make each prompt a user turn of the chat template")
     lookahead: int = option("method", 4, "K, tokens drafted per round", min=1, max=64)
@@ -91,10 +90,7 @@ class DecodingSettings:
         choices=("compiled", "captured", "eager"))
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
-    prompt = ()  # these four for commands without such options
-    prompts = None
-    max_new_tokens = 0
-    mode = "ssd"
+    prompt, prompts, max_new_tokens, mode = (), None, 0, "ssd"  # of commands without these options
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
@@ -134,15 +130,13 @@ def checked_value(entry, value) -> int | float | str | bool | None:
     kind = value_type(entry)
     if not isinstance(value, KINDS[kind]):
         raise UserError(f"argument {name}: invalid {kind.__name__} value: {value!r}")
-    if type(value) not in (int, float):
-        value = kind(value)
     minimum, maximum = entry.metadata["range"]
     if kind in (int, float) and not minimum <= value <= maximum:  # so that NaN is out
         raise UserError(f"{name} is {value!r}; it must be from {minimum} to {maximum}")
     choices = entry.metadata["form"].get("choices", [value])
     if value not in choices:
         raise UserError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-    return value
+    return kind(value)
 
 
 @dataclass
@@ -151,8 +145,7 @@ class Settings(DecodingSettings):
 
     prompt: tuple[str, ...] = option(
         "text", (), "texts to continue; none: tiny/prompt.txt", nargs="+")
-    prompts: str | None = option(
-        "text", None, "JSON Lines with a field prompt, question or text")
+    prompts: str | None = option("text", None, "JSON Lines with a field prompt, question or text")
     max_new_tokens: int = option("text", 128, "tokens to generate for each prompt, at most", min=1)
     batch_size: int = option("text", 1, "prompts decoded together", min=1)
     ignore_eos: bool = option("text", False, "do not stop at an end-of-sequence token")
@@ -225,9 +218,8 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
 
 def open_for_writing(flag: str, path: str | None, mode: str = "w",
                      settings: DecodingSettings | None = None) -> TextIO:
-    """Open a file, or without a path one that keeps nothing. Raise `UserError`, naming `flag`, if
-    that fails, or if it is in use: for --prompts or --output of the `settings`, or in the folder of
-    a model."""
+    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
+    that fails, or if it is --prompts or --output of the `settings`, or in a model's folder."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
         for name in IN_USE if path and Path(path).is_file() else ():
             given = Path(getattr(settings, name, None) or os.devnull)

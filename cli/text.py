@@ -30,11 +30,10 @@ class TextStream:
             return ""
         text = self.decode(self.before + self.waiting)
         text = text[len(os.path.commonprefix([self.decode(self.before), text])):]
-        if not text:
-            return ""
-        self.text += text
-        self.before = self.waiting
-        self.waiting = []
+        if text:
+            self.text += text
+            self.before = self.waiting
+            self.waiting = []
         return text
 
 

@@ -30,8 +30,7 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
-            eager = stance("force_eager")
-            with eager, torch.autocast(model.device.type, enabled=False):
+            with stance("force_eager"), torch.autocast(model.device.type, enabled=False):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]
                 stepwise = token_by_token(model, tokens)
@@ -53,8 +52,7 @@ def check_model(model: CausalLM) -> None:
 
 
 def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits `[1, 3, V]` of the last three of the tokens `[1, n]`, by transformers' own
-    cache."""
+    """Return logits `[1, 3, V]` of the last 3 of tokens `[1, n]`, by transformers' own cache."""
     cache = {model.cache_name: DynamicCache(config=model.model.config)}
     pieces = (tokens[:, :-3], *tokens[:, -3:].split(1, 1))
     logits = [model.model(piece, use_cache=True, **cache).logits for piece in pieces]

@@ -6,8 +6,7 @@ class GuessCounts:
     """Counts guesses in `table` `[2, K+1, n+1]`: for each source, how often k tokens were accepted
     and the bonus token was the draft's guess number 0 to n-1 or, in the last column, none of them.
     So it tells how often a cache of any other shape would have hit with the same outcomes.
-    `fan_outs` `[2, K+1]` is the sum of the F_0..F_K that were chosen round by round, as by
-    --fan-out confident."""
+    `fan_outs` `[2, K+1]` is the sum of the F_0..F_K that an idea has chosen round by round."""
 
     def __init__(self, lookahead: int, num_guesses: int):
         self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)

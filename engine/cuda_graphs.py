@@ -28,8 +28,7 @@ LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their l
 
 
 class CapturedGraph:
-    """Holds a pass as a CUDA graph. A replay copies its inputs to the addresses of the captured
-    ones."""
+    """Holds a pass as a CUDA graph. A replay copies its inputs to where the captured ones are."""
 
     def __init__(self, model: CausalLM, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor,
                  stream: torch.cuda.Stream, like: "CapturedGraph | None"):
@@ -57,12 +56,10 @@ class CapturedGraph:
 
 
 class GraphRunner:
-    """Stands in for `CausalLM.forward_eager`, for passes that give logits; prefill is always
-    eager."""
+    """Stands in for `CausalLM.forward_eager`, but not in prefill, which is always eager."""
 
     def __init__(self, model: CausalLM, compiled: bool):
-        """Prepare the layers of the model, which are the modules of its lists, to be `compiled` in
-        passes that are captured."""
+        """Have the model's layers, the modules of its lists, `compiled` in captured passes."""
         self.stream = torch.cuda.Stream()
         self.stance = "default" if compiled else "force_eager"
         if compiled:

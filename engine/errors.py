@@ -60,8 +60,7 @@ def lacks_memory(problem: Exception) -> bool:
 
 
 def not_finite(whose: str, dtype: object) -> UserError:
-    """Return the error that numbers of a `torch.dtype` are infinite or NaN. `whose`: "the target's
-    logits"."""
+    """Return the error that numbers, `whose` is "the draft's q", are infinite or NaN in `dtype`."""
     wide = str(dtype) in ("torch.float32", "torch.float64")
     cause = "" if wide else "--dtype float32 or bfloat16 has room for larger ones, or "
     return UserError(f"{whose} are infinite or not numbers in {dtype}: {cause}a file is damaged")
@@ -70,9 +69,8 @@ def not_finite(whose: str, dtype: object) -> UserError:
 @contextmanager
 def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
-    the library says. `exceptions` is a class of exceptions or a tuple of them, as in `except`. By
-    default it is all, because damaged files and foreign models raise what they please, as does a
-    panic of a library in Rust. If memory is too small, the exception stays as it is."""
+    the library says. By default `exceptions` are all, since damaged files and foreign models raise
+    what they please, and panics of libraries in Rust. One for lack of memory stays as it is."""
     try:
         yield
     except BaseException as problem:

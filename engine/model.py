@@ -151,8 +151,7 @@ class CausalLM:
 
     def forward_eager(self, tokens: torch.Tensor, positions: torch.Tensor,
                       slots: torch.Tensor, visible: torch.Tensor, keep: int = 0) -> torch.Tensor:
-        """Run the pass kernel by kernel. Returns the logits of the last `keep` tokens, 0: of
-        all."""
+        """Run the pass kernel by kernel. Returns the logits of the last `keep` tokens (0: all)."""
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
@@ -163,8 +162,7 @@ class CausalLM:
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
-        """Read tokens `[B, n]` that continue their rows at positions `start` `[B]`, in host
-        memory."""
+        """Read tokens `[B, n]` that continue their rows at `start` `[B]`, given in host memory."""
         count = tokens.shape[1]
         positions = to_device(start[:, None] + torch.arange(count), self.device)  # [B, n]
         visible = torch.arange(int(start.max()) + count, device=self.device) <= positions[..., None]
@@ -179,8 +177,7 @@ class CausalLM:
                         logits=False)
 
     def not_applied(self, settings) -> dict[str, object]:
-        """Return what the generation config asks of `generate`, and this program does not do with
-        these `cli.settings`."""
+        """Return what the generation config asks for, and these `cli.settings` do not."""
         asked = self.model.generation_config.to_dict()
         flags = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
         others = PENALTIES | WARPERS | flags if settings.temperature else PENALTIES
@@ -191,8 +188,7 @@ class CausalLM:
     def eos_tokens(self) -> list[int]:
         """Return every end-of-sequence id of the generation config, or raise `UserError`."""
         given = self.model.generation_config.eos_token_id
-        ids = [] if given is None else given
-        ids = ids if isinstance(ids, list) else [ids]
+        ids = given if isinstance(given, list) else [] if given is None else [given]
         if not all(isinstance(token, int) for token in ids):
             raise UserError(f"eos_token_id in generation_config.json is {given!r}, and no token id")
         return ids

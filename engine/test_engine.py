@@ -42,7 +42,6 @@ import run.decoder
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
 from cache import PRIMARY, Outcome
-from cli import launch as starting
 from cli.launch import watch
 from cli.settings import ROOT, TINY, Settings
 from engine import cuda_graphs
@@ -145,7 +144,7 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
     for variable, value in zip(variables, environment):
         monkeypatch.setenv(variable, str(value))
-    monkeypatch.setattr(starting, "launched", True)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 1))
@@ -158,7 +157,7 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
     assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
     # a notebook: one thread, unless its user chose
-    monkeypatch.setattr(starting, "launched", False)
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert Placement(Settings(mode=mode)).threads == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")

@@ -53,8 +53,7 @@ class PacedClock:
     def read(self) -> list[tuple[str, float, float, int, bool | None]]:
         """Return all work since the last reading: (work, start, end, passes, in time), in seconds.
         In time is None if there was no pace."""
-        marks = self.marks
-        self.marks = []
+        marks, self.marks = self.marks, []
         if self.device.type == "cuda":
             last = self.now()
             last.synchronize()

@@ -1,8 +1,7 @@
 """Decodes prompts: models, workers and settings, put together around saguaro.py's two columns."""
 import time
 from dataclasses import replace
-from functools import partial
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 
@@ -19,13 +18,10 @@ from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
 from sampling import Sampler
 from target_worker import TargetWorker
 
-OnTokens = Callable[[int, list[int], int], Any]  # (row, new tokens, source)
-
 
 class Decoder:
     """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
-    and call it for the same batches. Decoders of the same models share their KV, so use one at a
-    time. For other settings make another."""
+    and call it for the same batches. Decoders that share models share their KV: one at a time."""
 
     def __init__(self, settings: Settings, models: Models):
         self.settings = settings
@@ -41,10 +37,9 @@ class Decoder:
                                        VERIFICATIONS[settings.verification])
         self.draft = None
         if models.draft and settings.mode != "ar":
-            make = DraftWorker
-            if settings.fan_out in SPECULATORS:
-                make = partial(SPECULATORS[settings.fan_out], settings=settings)
-            self.draft = make(models.draft, sampler, settings.seed, plan)
+            given = (models.draft, sampler, settings.seed, plan)
+            idea = SPECULATORS.get(settings.fan_out)
+            self.draft = idea(*given, settings=settings) if idea else DraftWorker(*given)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
             dtype = torch.float64 if settings.dtype == "float64" else torch.float32
@@ -58,12 +53,12 @@ class Decoder:
         self.stats = Stats(chosen, in_turns=settings.mode == "ssd" and not self.channel)
 
     def __call__(self, prompts: list[list[int]],
-                 on_tokens: OnTokens = lambda *_: None) -> list[list[int]]:
+                 on_tokens: Callable = lambda *_: None) -> list[list[int]]:
         """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
-        says why each text ended. Rank 0 calls `on_tokens` after every round, and ends a row's text
-        if it returns False, also NumPy's or a tensor's; 0 and None go on. What it raises is raised
-        here, once the batch has ended on all ranks. Raises `UserError` for prompts that cannot be
-        continued, or that differ between ranks."""
+        says why each text ended. Rank 0 calls `on_tokens` after every round with a row, its new
+        tokens and their source, and ends the row's text if that returns False, also NumPy's or a
+        tensor's; 0 and None go on. What it raises is raised here, once the batch has ended on all
+        ranks. Raises `UserError` for prompts that cannot go on, or that ranks differ in."""
         self.models.set_pace(self.settings.pace)
         context = self.models.context
         prompts = checked_prompts(prompts, context, self.models.vocab_size)
@@ -87,7 +82,7 @@ class Decoder:
             raise failure
         return sequences.new_tokens
 
-    def lead(self, sequences: Sequences, on_tokens: OnTokens) -> BaseException | None:
+    def lead(self, sequences: Sequences, on_tokens: Callable) -> BaseException | None:
         """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
         failure = None
         start = time.perf_counter()
@@ -142,9 +137,8 @@ def acceptance_after(settings: Settings, backup: str) -> float:
 
 
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
-    """Return F_0..F_K as --fan-out says: by the policy of that name, or as given by hand,
-    4,3,2,1,2. A speculator of that name finds its own in each round: then these are the F of
-    section 4.2. All are 0 in sd, where nothing is prepared."""
+    """Return F_0..F_K as --fan-out says: by the policy of that name, or by hand, 4,3,2,1,2. If an
+    idea finds its own in each round, these are section 4.2's. In sd nothing is prepared: all 0."""
     name, budget, K = settings.fan_out, settings.budget, settings.lookahead
     policies = FAN_OUT_POLICIES | dict.fromkeys(SPECULATORS, FAN_OUT_POLICIES["geometric"])
     with reported_as(f"--fan-out {name}", ValueError):
@@ -180,8 +174,7 @@ def main(settings: Settings) -> None:
     """Decode all prompts, and show them."""
     make_plan(settings)  # raises UserError now, not after loading
     job = Job(settings)
-    settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
-    job.settings = settings  # with the batch size that Theorems 7 and 17 mean
+    settings.batch_size = min(settings.batch_size, len(job.prompts))  # Theorems 7 and 17 mean it
     display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
     if job.placement.any_gpu:

@@ -155,8 +155,7 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
 
 
 def checked_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
-    """Return the prompts as lists. Raises `UserError` if they are not lists of token ids, or if one
-    cannot be continued."""
+    """Return prompts as lists. Raises `UserError` if one is no token ids, or cannot go on."""
     with reported_as("prompts must be lists of token ids, such as [[5, 6], [7]]", TypeError):
         prompts = [[index(token) for token in prompt] for prompt in prompts]
         if not prompts:

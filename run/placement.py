@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cli import launch
 from cli.launch import STORE, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
@@ -18,8 +17,7 @@ from engine.errors import UserError, reported_as
 
 class Placement:
     """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
-    is one, else on the CPU. In ssd the last of several ranks holds the draft, and all others hold
-    the target together."""
+    is one, else on the CPU. In ssd the last of several ranks holds the draft, others the target."""
     met = None  # the default group in which this process has met the others
 
     def __init__(self, settings: DecodingSettings):
@@ -51,7 +49,7 @@ class Placement:
         self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
         if self.device.type == "cuda" or any(settings.pace):
             self.threads = 1  # with several threads, one is late whenever another program runs
-        elif not launch.launched:  # as in notebooks: threads that wait keep cores
+        elif "GOMP_SPINCOUNT" not in os.environ:  # as in notebooks: threads that wait keep cores
             self.threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
         torch.set_num_threads(self.threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
@@ -71,10 +69,9 @@ class Placement:
             with reported_as("the ranks cannot meet", (RuntimeError, ValueError)):
                 self.meet(f"{waits}, in whose place another program may have connected")
             ranks = gather((str(self.device), asked))
-        different = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
-        if different:
-            names = ", ".join(sorted(different))
-            raise UserError(f"all ranks must be started with the same {names}")
+        differ = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
+        if differ:
+            raise UserError(f"all ranks must be started with the same {', '.join(sorted(differ))}")
         self.devices = [device for device, _ in ranks]
         if "cpu" not in self.devices:
             self.world_group = self.new_group(self.world_size)

@@ -24,16 +24,15 @@ REPORT = (
 
 
 def can_show_colours() -> bool:
-    """Return True on a terminal that has colours, unless somebody asked for plain text
-    (no-color.org)."""
+    """Return True on a terminal with colours, unless it was asked for none (no-color.org)."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
 
 
 class Display:
-    """Shows what rank 0 decodes. With one prompt it streams the text as it is verified, on a
-    terminal in colours. With several it shows a progress bar, and each text when its batch has
-    ended. It also writes the file of --output."""
+    """Shows what rank 0 decodes of a `run.job.Job`. With one prompt it streams the text as it is
+    verified, on a terminal in colours. With several it shows a progress bar, and each text when its
+    batch has ended. It also writes the file of --output."""
     PROMPT = "\x1b[2m"
     CACHE = "\x1b[94m"  # blue and orange, the figures' colours
     BACKUP = "\x1b[38;5;208m"
@@ -41,7 +40,6 @@ class Display:
     PLAIN = "\x1b[0m"
 
     def __init__(self, job):
-        """`job` is a `run.job.Job`."""
         self.job = job
         self.streams = len(job.texts) == 1
         self.colours = self.streams and can_show_colours()

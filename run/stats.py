@@ -33,9 +33,8 @@ class Stats:
         return ratio(sum(seconds), len(seconds))
 
     def summary(self) -> dict[str, Any]:
-        """Return the statistics, with None for what was not measured.
-        `acceptance_rate` is the a of the paper's geometric model, by maximum likelihood. T_p (trunk
-        and tree) and T_b are in verifications."""
+        """Return the statistics, None for what was not measured. `acceptance_rate` is the paper's
+        a, by maximum likelihood. T_p (trunk and tree) and T_b are in verifications."""
         decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
         prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
         seconds = None if self.in_turns else sum(seconds for seconds, _ in decoding)
@@ -71,8 +70,7 @@ class Stats:
 
     def trace(self, devices: list[str]) -> dict[str, Any]:
         """Return the work of every rank and, beside rank 0's, the rounds of every row of its batch,
-        in Chrome's Trace Event Format (whole microseconds, so that a round ends where the next
-        begins)."""
+        in Chrome's Trace Event Format (whole microseconds: a round ends where the next begins)."""
         spans = [(rank, 0, *span, {}) for rank, *span, _, _ in self.spans]
         prompts = 0
         for number, start, end, rows in self.log:
