@@ -750,7 +750,7 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
                 if s is not None and source == PRIMARY:
                     accepted = 0.55 + 0.45 * q[s]
                 elif s is not None:
-                    accepted = min(1, q[s] / float(speculation.q[row, k, s]))
+                    accepted = min(0.55 + 0.45 * q[s], q[s] / float(speculation.q[row, k, s]))
                 others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
                 for F, bonus in enumerate(others, start=1):
                     by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2

@@ -4,8 +4,7 @@ On a GPU a pass over few tokens is hundreds of kernels that take less time than 
 launch them. As keys and values are written in place, into slots, such a pass is the same kernels at
 the same addresses every time: it is captured once and replayed. Only the number of slots that
 attention sees must not change from pass to pass, so it is rounded up to one of `WIDTHS`; what that
-adds is not visible. At its first use, in a warm-up, a pass is captured for all widths: later
-texts may be longer or shorter.
+adds is not visible. At its first use, in a warm-up, a pass is captured for all widths.
 
 Most of these kernels are so small that the GPU takes longer to start them than to run them. So the
 warm-up of a pass has PyTorch compile the layers, which makes one kernel of several. All layers of a

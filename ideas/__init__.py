@@ -1,14 +1,16 @@
-"""Ideas beyond the paper, one in each file. Every module in this folder is imported, and adds
-itself, by a name that an option takes, to one of these:
+"""Ideas beyond the paper, one in each file. Every module in this folder is imported (so tests stand
+elsewhere), and adds itself, by a name that an option takes, to one of these:
 
     --backup        draft_worker.BACKUPS    who drafts after a miss: (draft) -> tokens, q
-    --fan-out       cache.FAN_OUT_POLICIES  F_0..F_K of all rounds: (budget, K, a, r) -> K+1 numbers
+    --fan-out       cache.FAN_OUT_POLICIES  F_0..F_K of all rounds: (budget, K, a, r) -> K+1 ints
                     SPECULATORS             of each round: a kind of DraftWorker, see confident.py
-    --verification  VERIFICATIONS           what accepts: (p, tokens, q, uniforms) -> k, t*
+    --verification  VERIFICATIONS           what accepts, as `sampling.verify`
 
+A backup's q `[B, K, V]` is as wide as `draft.q_template`: V = 0 for a greedy draft's point masses.
 What is guessed, and when, changes the speed alone. A text stays the target's if
 
-(i)  the q that is reported is the distribution that the token was drawn from, and
+(i)  the q that is reported is the distribution that the token was drawn from, by random numbers
+     that decide nothing else, as those of `draft.uniforms[BACKUP]`, and
 (ii) whether a token is sent, and how many are, depends on what stands before it, never on the token
      itself. To drop drawn tokens whose q is small, for example, is to draw from another q.
 

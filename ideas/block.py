@@ -20,8 +20,8 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
         S_i = sum_x max(w_i p_(i+1)(x) - q_(i+1)(x), 0),   where q_(K+1) = 0, so that S_K = w_K
 
     k is the *largest* i whose uniform number is below S_i / (S_i + 1 - w_i), or 0. The bonus token
-    is drawn in proportion to max(w_k p_(k+1) - q_(k+1), 0). So i tokens or more are accepted with
-    probability w_i, which is never less than by `sampling.verify`.
+    is drawn in proportion to max(w_k p_(k+1) - q_(k+1), 0). So after s_1..s_i at least i tokens are
+    accepted with probability w_i, which is never less than by `sampling.verify`.
 
     >>> p = torch.tensor([1/2, 1/4, 1/4]).expand(100_000, 3, 3)
     >>> q = torch.tensor([1/8, 3/4, 1/8]).expand(100_000, 2, 3)

@@ -31,7 +31,8 @@ class ConfidentDraft(DraftWorker):
 
             a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which
                                                makes a_i = a at q(s_i) = 1/3, or 0 if negative
-            a_i = min(1, q(s_i) / sent(s_i))   where another backup drew it, from `sent`."""
+            a_i = q(s_i) / sent(s_i)           where another backup drew it, from `sent`, but no
+                                               more than above."""
         if speculation.tokens.shape[1] == 0:
             return super().fan_out(speculation)
         drafted = to_device(speculation.tokens, self.q.device)[..., None]     # [B, K, 1]
@@ -42,10 +43,10 @@ class ConfidentDraft(DraftWorker):
         if self.plan.backup != "neural":
             sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
             by_backup = to_device(speculation.source == BACKUP, self.q.device)[:, None, None]
-            accepted = (q_drafted / sent).clamp(max=1).where(by_backup, accepted)
+            accepted = accepted.minimum(q_drafted / sent).where(by_backup, accepted)
         fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.miss_exponent,
                             self.plan.budget).cpu()
-        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)
+        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)  # for the summary
         return fan_out
 
 

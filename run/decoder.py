@@ -145,9 +145,10 @@ def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
         if name in policies:
             fan_out = policies[name](budget, K, acceptance_rate, settings.miss_exponent)
         elif name.replace(",", "").isdecimal():
-            fan_out = [int(F) for F in name.split(",")]
+            fan_out = name.split(",")
         else:
             raise ValueError(f"neither {' nor '.join(policies)} nor numbers, F_0,...,F_K")
+        fan_out = [int(F) for F in fan_out]
         if len(fan_out) != K + 1 or min(fan_out) < 0 or sum(fan_out) != budget:
             raise ValueError(f"{fan_out} is not {K + 1} numbers, F_0 to F_K, of sum {budget}")
     return [0] * len(fan_out) if settings.mode == "sd" else fan_out

@@ -34,7 +34,7 @@ class Stats:
 
     def summary(self) -> dict[str, Any]:
         """Return the statistics, None for what was not measured. `acceptance_rate` is the paper's
-        a, by maximum likelihood. T_p (trunk and tree) and T_b are in verifications."""
+        a (not with blocks), by maximum likelihood. T_p (trunk and tree), T_b: in verifications."""
         decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
         prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
         seconds = None if self.in_turns else sum(seconds for seconds, _ in decoding)
