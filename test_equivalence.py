@@ -52,6 +52,7 @@ import textwrap
 from dataclasses import replace
 from functools import lru_cache
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,6 +231,7 @@ def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, 
                                 (torch.bfloat16, torch.float32, 1e-5)):
         given = logits.to(dtype)
         ours = Sampler(temperature, top_k, top_p).probabilities(given.view(4, 16, 40)).view(64, 40)
+        assert Sampler(temperature).q_template(40, dtype, "cpu").dtype == wide
         audits = warpers_of(temperature, top_k, top_p)
         for warpers in (processors, audits):
             assert_close(ours, warpers(None, given.to(wide)).softmax(-1), within)
@@ -719,12 +721,15 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
         assert uniform in shapes and max(uniform) - min(uniform) <= 1
 
 
-def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distributions():
+@pytest.mark.parametrize("backup, temperature", (("random", 0.5), ("lookup", 0)))
+def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distributions(
+        backup, temperature):
     """The formula of `ConfidentDraft`, outcome by outcome, with plain passes: of every row and
     round, by what drafted for it. The statistics have the mean of these shapes."""
     target = random_model(vocab_size=13)
-    decoder = make_decoder(target, imitation(target, 0.2), temperature=0.5, fan_out="confident",
-                           budget=8, backup="random", miss_exponent=0.8, max_new_tokens=30)
+    decoder = make_decoder(target, imitation(target, 0.2), temperature=temperature, budget=8,
+                           fan_out="confident", backup=backup, miss_exponent=0.8,
+                           max_new_tokens=30)
     draft = decoder.draft
     pre_speculate = draft.pre_speculate
     seen = []
@@ -750,7 +755,8 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
                 if s is not None and source == PRIMARY:
                     accepted = 0.55 + 0.45 * q[s]
                 elif s is not None:
-                    accepted = min(0.55 + 0.45 * q[s], q[s] / float(speculation.q[row, k, s]))
+                    sent = float(speculation.q[row, k, s]) if temperature else 1
+                    accepted = min(0.55 + 0.45 * q[s], q[s] / sent)
                 others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
                 for F, bonus in enumerate(others, start=1):
                     by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
@@ -871,21 +877,23 @@ def test_the_critical_batch_size_is_right_for_all_arguments():
     assert {0.0, float("inf")} < set(bounds) and sum(1 < b < 64 for b in bounds) > 20
 
 
-@pytest.mark.parametrize("a, pace, chosen", (
-    (0.9, (0, 0), {"neural", "random"}), (0.05, (0, 0), {"random"}),
-    (0.8, (100, 50), {"neural", "random"}), (0.15, (1000, 1), {"neural"})))
-def test_backup_auto_is_the_better_one_at_every_batch_size(a, pace, chosen):
+@pytest.mark.parametrize("a, a_random, pace, chosen", (
+    (0.9, None, (0, 0), {"neural", "random"}), (0.05, None, (0, 0), {"random"}),
+    (0.9, 0.6, (0, 0), {"random"}),
+    (0.8, None, (100, 50), {"neural", "random"}), (0.15, None, (1000, 1), {"neural"})))
+def test_backup_auto_is_the_better_one_at_every_batch_size(a, a_random, pace, chosen):
     """By Corollary 16 from the given a and r, and from T_p and T_b by the pace, else T_p = 1 and
     T_b = K / (K + 1). Where T_p > 1, misses wait for it, too."""
     shape = cache.geometric_fan_out(20, 4, a, 0.3)
     hit_rate = cache.power_law_hit_rate(shape, a, 0.3)
-    E, E_random = cache.expected_tokens(a, 4), cache.expected_tokens(0.1, 4)
+    E, E_random = cache.expected_tokens(a, 4), cache.expected_tokens(a_random or 0.1, 4)
     draft_pass = pace[1] / pace[0] if any(pace) else 1 / 5
     T_p = max(1.0, 5 * draft_pass)
     backups = []
     for rows in (1, 2, 4, 8, 16, 32, 64):
         auto = settings(lookahead=4, budget=20, backup="auto", acceptance_rate=a,
-                        miss_exponent=0.3, batch_size=rows, pace=pace)
+                        miss_exponent=0.3, batch_size=rows, pace=pace,
+                        backup_acceptance_rate=a_random)
         plan = make_plan(auto)
         backups.append(plan.backup)
         assert plan[:2] == make_plan(replace(auto, backup=plan.backup))[:2]
@@ -938,6 +946,11 @@ def test_the_draft_counts_which_guess_every_bonus_token_was():
     ([*range(20), 30, *range(2, 20), 31, *range(20)], [31, 0, 1, 2])))  # both beyond MAX_MATCH
 def test_prompt_lookup_continues_the_longest_and_then_most_recent_match(text, proposed):
     assert prompt_lookup(text, 4) == proposed
+    draft = SimpleNamespace(
+        text=torch.tensor([text + [0, 0]]), length=torch.tensor([len(text)]), lookahead=4,
+        model=SimpleNamespace(device="cpu"), q_template=torch.zeros(0))
+    assert draft_worker.BACKUPS["lookup"](draft)[0].tolist() == [proposed]
+
 
 # ---- 7. KV slots, tree attention, what overlaps, how rows end, what is counted ----
 def assert_kv_is_fresh(model: CausalLM, row: int, text: list[int]) -> None:

@@ -136,8 +136,8 @@ def exit_status(main: Callable[[], None]) -> int:
         message = str(problem) or type(problem).__name__
         if lacks_memory(problem):
             reason = ". ".join(message.split(". ")[:2])
-            report(f"error: {name} lacks memory ({reason}): try more target ranks, or a smaller "
-                   "--batch-size, --max-new-tokens or --budget")
+            report(f"error: {name} lacks memory or threads ({reason}): allow more, or try more "
+                   "target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
             return 2
         if not any(sign in message.lower() for sign in GONE):
             raise

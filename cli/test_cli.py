@@ -307,7 +307,7 @@ def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(problem, sai
         raise problem
 
     assert launch.exit_status(main) == 2
-    assert f"rank 0 lacks memory ({said}): try more target" in capsys.readouterr().err
+    assert f"rank 0 lacks memory or threads ({said}): allow more, or" in capsys.readouterr().err
 
 
 def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
@@ -372,6 +372,7 @@ def test_what_transformers_logs_of_a_model_moves_no_cursor():
     for name, said in (("transformers.modeling", "a\\x1b[2J"), ("mine", "\x1b[1ma\x1b[0m\x1b[2J")):
         given = (name, logging.WARNING, "", 0, "%s\x1b[2J", ("\x1b[1ma\x1b[0m",), None)
         assert logging.getLogger(name).makeRecord(*given).getMessage() == said
+    logging.getLogger(__name__).makeRecord("transformers", 30, "", 0, "fits not", ("x",), None)
 
 
 @pytest.mark.parametrize("message, said", (
@@ -429,17 +430,20 @@ def test_a_text_ends_when_a_library_says_false(told, tokens):
 
 def make_two_jobs(own: bool) -> list:
     """A rank's job: the texts of two jobs of one script, which may have a group of its `own`; and
-    what is said to ranks that have other prompts."""
+    what is said to ranks that have other prompts, or none."""
     if own:
         dist.init_process_group("gloo")
     for _ in range(2):
         job = Job(Settings(max_new_tokens=4, device="cpu"))
         decoder = Decoder(job.settings, job.load())
         texts = decoder(RAGGED[:1])
-    try:
-        decoder(RAGGED[:1 + job.placement.rank])
-    except UserError as problem:
-        return [texts, str(problem)]
+    said = []
+    rank = job.placement.rank
+    for prompts in (RAGGED[:1 + rank], RAGGED[rank:1 + rank], RAGGED[rank:1]):
+        with pytest.raises(UserError) as problem:
+            decoder(prompts)
+        said.append(str(problem.value))
+    return [texts, said]
 
 
 @pytest.mark.parametrize("own", (False, True))
@@ -448,7 +452,7 @@ def test_a_script_of_several_ranks_may_make_two_jobs_and_has_the_same_prompts(ow
     texts = Decoder(here.settings, here.load())(RAGGED[:1])
     (written, said), (_, other) = in_ranks(2, make_two_jobs, own)
     assert written == texts
-    assert said == other == "all ranks must call a decoder with the same prompts"
+    assert said == other == 3 * ["all ranks must call a decoder with the same prompts"]
 
 
 def test_a_script_whose_ranks_have_no_group_for_cpus_is_told_what_to_do(monkeypatch):
@@ -554,6 +558,7 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     assert all(f"\n{field.metadata['group']}:\n" in output for field in fields(Settings))
     names = {"geometric", "uniform", "confident", "neural", "lookup", "random"}
     assert names <= {*cache.FAN_OUT_POLICIES, *draft_worker.BACKUPS, *SPECULATORS}
+    assert run.decoder.acceptance_after(Settings(), "lookup") == 0.2, "as --help says"
     assert all(name in output for name in names)
 
 
@@ -585,7 +590,7 @@ def test_a_penalty_that_is_not_applied_is_named(tmp_path, pair, capsys):
     shutil.copytree(TINY / "target", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "generation_config.json"
     kept = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "do_sample": True, "max_length": 99,
-            "eos_token_id": [0, 1], "num_beams": 1, "no_repeat_ngram_size": 0, "min_p": 0.1}
+            "eos_token_id": [0, 1], "num_beams": 1, "suppress_tokens": [], "min_p": 0.1}
     words = ["--mode", "ar", "--max-new-tokens", 30, "def fibonacci(n):", "--target", tmp_path]
     outputs = []
     for penalties, named in (({}, ""), ({"repetition_penalty": 1.05, "forced_eos_token_id": 1},
@@ -700,6 +705,16 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         ("100%", ""), ("95%", ""), ("90%", "  This machine")]
 
 
+def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
+    row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
+    summary = Stats(log=[(0, 0.0, 1.0, [row]), (1, 1.0, 1.5, [row])]).summary()
+    assert summary["tokens_per_second"] == 4
+    screen.print_times(Settings(batch_size=2), summary | {
+        "T_p": 0.5, "T_b": 0.5, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5,
+        "E_hit": 3, "E_miss": 3})
+    assert "2.18   x autoregressive with these values, 1.09 x SD" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("prompt, text, shown", (
     ("x", "def f(x):\n    return '🦉é' + x\n\n", "def f(x):\n    return '🦉é' + x\n\n"),
     ("\x1b[2J", "a\x1b[2J\x07\x9b\r\tb\n", "a\\x1b[2J\\x07\\x9b\\r\tb\n")))
@@ -711,6 +726,12 @@ def test_a_text_is_streamed_whole_characters_and_control_characters_are_shown(
         display.show(0, [token], PRIMARY)
     shown_prompt = prompt.replace("\x1b", "\\x1b")
     assert capsys.readouterr().out == f"{shown_prompt}\n----- continued -----\n{shown}"
+    several = Display(Job(Settings(mode="ar", prompt=(prompt, prompt))))
+    several.begin()
+    tokens = several.job.tokenizer(text)["input_ids"]
+    several.show(0, tokens, PRIMARY)
+    several.end_batch([tokens], ["length"])
+    assert f"{shown_prompt}\n----- continued -----\n{shown}" in capsys.readouterr().out
 
 
 @slow
@@ -1227,11 +1248,19 @@ def test_a_debugger_debugs_rank_0_and_may_start_the_program_again(tmp_path):
     assert sorted(ranks) == ["0 1", "0 1", "1 0", "1 0"], run
 
 
-def test_a_terminal_without_colours_gets_none(monkeypatch):
+def test_a_terminal_with_colours_shows_who_drafted_and_others_get_none(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert screen.can_show_colours()
+    display = Display(Job(Settings(mode="ar", prompt="x")))
+    display.begin()
+    display.stream.step = str
+    for source, colour in ((PRIMARY, display.CACHE), (BACKUP, display.BACKUP)):
+        capsys.readouterr()
+        display.show(0, [1, 2], source)
+        plain = display.PLAIN
+        assert capsys.readouterr().out == f"{colour}1{plain}{colour}{display.UNDERLINED}2{plain}"
     monkeypatch.setenv("TERM", "dumb")
     assert not screen.can_show_colours()
 
@@ -1502,6 +1531,17 @@ def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, d
     broken.lm_head.weight.data *= torch.finfo(target.dtype).max / 2
     with pytest.raises(UserError, match=f"{whose} are infinite or not numbers in torch.{advice}"):
         decoder(RAGGED)
+
+
+def test_one_place_that_overflows_is_enough(monkeypatch):
+    decoder = make_decoder(random_model(), mode="ar")
+    decoder.target.prefill(RAGGED, 30, 3)
+    causal = CausalLM.causal
+    monkeypatch.setattr(CausalLM, "causal", lambda *given: causal(*given).index_fill(
+        1, torch.tensor(1), torch.inf))
+    tokens = torch.ones(len(RAGGED), 3).long()
+    with pytest.raises(UserError, match="the target's logits are infinite"):
+        decoder.target.verify(cache.Speculation(tokens, torch.zeros(*tokens.shape, 0), tokens))
 
 
 @pytest.mark.parametrize("family, changes, ranks, mode, sentence", (

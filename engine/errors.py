@@ -1,7 +1,7 @@
 """Errors that the user can mend, and what libraries say."""
 import logging
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Iterator
 
 # all but tab and newline; what turns text around; half characters, and others not for XML
@@ -32,8 +32,8 @@ def printable_record(name: str, *given, **more) -> logging.LogRecord:
     """Make a record of what is logged. Transformers logs strangers' words: the name of a weight."""
     record = make_record(name, *given, **more)
     if name.startswith(("transformers", "huggingface_hub")):
-        record.msg = printable(BOLD.sub("", record.getMessage()))
-        record.args = ()
+        with suppress(Exception):  # whoever prints it says what is wrong with it
+            record.msg, record.args = printable(BOLD.sub("", record.getMessage())), ()
     return record
 
 

@@ -206,6 +206,7 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     on_gpu = query.device.type == "cuda"
     ours = attention_mask is not None and attention_mask.is_floating_point()  # transformers' is not
     alike = ours and attention_mask.shape[1] == 1 and options.get("position_bias") is None
+    alike = alike and not options.get("dropout")  # another program's, while it trains
     by_products = on_gpu and n <= FEW_TOKENS
     if not alike or (heads == groups and not by_products):
         return SDPA(module, query, key, value, attention_mask, **options)

@@ -545,6 +545,13 @@ def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, 
             check_model(model)
 
 
+def test_a_model_that_somebody_else_trains_keeps_its_dropout():
+    model = random_model.__wrapped__("llama", num_key_value_heads=2, attention_dropout=0.5).train()
+    one, other = [model(torch.ones(1, 5).long(), attention_mask=torch.zeros(1, 1, 5, 5)).logits
+                  for _ in range(2)]
+    assert not one.equal(other)
+
+
 def test_threads_with_models_of_their_own_do_not_meet():
     """Nor those in which models are loaded. After them layers are compiled as before."""
     def work(_) -> list:

@@ -2,6 +2,7 @@
 import time
 from dataclasses import replace
 from typing import Callable
+from zlib import crc32
 
 import torch
 
@@ -29,7 +30,6 @@ class Decoder:
         self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
-        # both use it, but C only where the draft samples
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
         self.target = None  # what is None is another rank's work, or nobody's
         if models.target:
@@ -60,10 +60,10 @@ class Decoder:
         tensor's; 0 and None go on. What it raises is raised here, once the batch has ended on all
         ranks. Raises `UserError` for prompts that cannot go on, or that ranks differ in."""
         self.models.set_pace(self.settings.pace)
+        if self.channel and len(set(gather(crc32(repr(prompts).encode())))) > 1:
+            raise UserError("all ranks must call a decoder with the same prompts")
         context = self.models.context
         prompts = checked_prompts(prompts, context, self.models.vocab_size)
-        if self.channel and len(set(gather(hash(tuple(map(tuple, prompts)))))) > 1:
-            raise UserError("all ranks must call a decoder with the same prompts")
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         failure = None

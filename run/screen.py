@@ -136,7 +136,6 @@ def write_line(file: TextIO, line: dict[str, Any]) -> None:
 def print_summary(job, summary: dict[str, Any]) -> None:
     """Print `Stats.summary()` and what it means. What was not measured is left out."""
     settings = job.settings
-    placement = job.placement
     print(f"{summary['tokens']} tokens with {settings.mode}:")
     says_nothing = {("hit_rate", "sd"), ("acceptance_rate", "block")}
     for name, title, form, meaning in REPORT:
@@ -149,10 +148,10 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     if settings.mode == "ssd":
         print_times(settings, summary)
         print_choices(settings, summary)
-    if placement.any_gpu:
-        print_line("devices", "", ", ".join(placement.devices))
-    if placement.tp_size > 1:
-        print(f"  {placement.tp_size} ranks share the target")
+    if job.placement.any_gpu:
+        print_line("devices", "", ", ".join(job.placement.devices))
+    if job.placement.tp_size > 1:
+        print(f"  {job.placement.tp_size} ranks share the target")
     kept = summary["pace_kept"]
     if kept is not None:
         print_line("pace kept", f"{kept:.0%}",
