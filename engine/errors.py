@@ -60,7 +60,7 @@ def lacks_memory(problem: Exception) -> bool:
 
 
 def not_finite(whose: str, dtype: object) -> UserError:
-    """Return the error that numbers, `whose` is "the draft's q", are infinite or NaN in `dtype`."""
+    """Return the error that `whose` numbers, such as "the draft's q", are infinite or NaN."""
     wide = str(dtype) in ("torch.float32", "torch.float64")
     cause = "" if wide else "--dtype float32 or bfloat16 has room for larger ones, or "
     return UserError(f"{whose} are infinite or not numbers in {dtype}: {cause}a file is damaged")

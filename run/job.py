@@ -155,7 +155,7 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
 
 
 def checked_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
-    """Return prompts as lists. Raises `UserError` if one is no token ids, or cannot go on."""
+    """Return prompts as lists. Raises `UserError` if one holds no token ids, or cannot go on."""
     with reported_as("prompts must be lists of token ids, such as [[5, 6], [7]]", TypeError):
         prompts = [[index(token) for token in prompt] for prompt in prompts]
         if not prompts:
