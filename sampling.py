@@ -31,7 +31,8 @@ class Sampler:
 
     def __init__(self, temperature: float, top_k: int = 0, top_p: float = 1.0,
                  downweight: float = 1.0):
-        """`top_k` 0 and `top_p` 1 are off. `downweight` is C of Saguaro sampling, in `sample`."""
+        """`top_k` 0 and `top_p` 1 are off. `downweight` is C of Saguaro sampling; only `sample`,
+        which the target never calls, uses it."""
         self.greedy = temperature == 0
         self.downweight = downweight
         self.warpers = []

@@ -729,7 +729,7 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
     target = random_model(vocab_size=13)
     decoder = make_decoder(target, imitation(target, 0.2), temperature=temperature, budget=8,
                            fan_out="confident", backup=backup, miss_exponent=0.8,
-                           max_new_tokens=30)
+                           backup_acceptance_rate=0.1, max_new_tokens=30)
     draft = decoder.draft
     pre_speculate = draft.pre_speculate
     seen = []

@@ -59,7 +59,7 @@ from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from figures.guesses import fit_shape
-from ideas import SPECULATORS
+from ideas import SPECULATORS, VERIFICATIONS
 from run import placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
@@ -175,11 +175,12 @@ WRONG = {  # a command, and what is said about it
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
-    "--fan-out 4,3,2,1,-2": f"neither {' nor '.join(cache.FAN_OUT_POLICIES)} nor ",
+    "--fan-out 4,3,2,1,-2": "neither " + " nor ".join([
+        *cache.FAN_OUT_POLICIES, *SPECULATORS, "numbers"]),
     "--fan-out 4,,3": "''",
     "--mode fast": "invalid choice: 'fast'",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
-    "--verification best": "--verification best: not one of token, ",
+    "--verification best": f"--verification best: not one of {', '.join(VERIFICATIONS)}",
     "--frobnicate": "unrecognized arguments: --frobnicate",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
     "--pace 60 -1": "--pace is -1.0; it must be from 0 to",

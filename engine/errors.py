@@ -70,7 +70,7 @@ def not_finite(whose: str, dtype: object) -> UserError:
 def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
     the library says. By default `exceptions` are all, since damaged files and foreign models raise
-    what they please, and panics of libraries in Rust. One for lack of memory stays as it is."""
+    what they please. Panics of libraries in Rust always are. Lack of memory stays as it is."""
     try:
         yield
     except BaseException as problem:

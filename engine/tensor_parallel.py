@@ -1,12 +1,12 @@
 """Tensor parallelism (Shoeybi et al. 2019, Megatron-LM): a target that several processes share.
 
-A block of a transformer is two linear maps, and between them what works by heads, or by units:
+Transformer blocks are two linear maps, and between them what works head by head or unit by unit:
 
     B f(A x) = sum over ranks r of  B_r f(A_r x)    A_r: some rows of A, B_r: as many columns of B
 
 so each process keeps its rows of every A ("colwise") and its columns of every B ("rowwise"), and
 one all-reduce after every B adds the parts up. The architecture's `config.base_model_tp_plan` says
-which layers these are. Layers of other known styles give whole activations, and stay whole.
+which layers these are. Other known layers take and give whole activations, and stay whole.
 """
 import re
 

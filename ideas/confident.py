@@ -17,7 +17,7 @@ class ConfidentDraft(DraftWorker):
         """`settings` have a of the primary and of a backup, and r."""
         super().__init__(*arguments)
         a = settings.acceptance_rate
-        a_backup = settings.backup_acceptance_rate
+        a_backup = settings.backup_acceptance_rate if self.plan.backup == "neural" else None
         self.acceptance_rates = torch.tensor([a, a if a_backup is None else a_backup])
         self.miss_exponent = settings.miss_exponent
 
@@ -32,7 +32,7 @@ class ConfidentDraft(DraftWorker):
             a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which
                                                makes a_i = a at q(s_i) = 1/3, or 0 if negative
             a_i = q(s_i) / sent(s_i)           where another backup drew it, from `sent`, but no
-                                               more than above."""
+                                               more than above, with the primary's a."""
         if speculation.tokens.shape[1] == 0:
             return super().fan_out(speculation)
         drafted = to_device(speculation.tokens, self.q.device)[..., None]     # [B, K, 1]

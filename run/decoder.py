@@ -63,7 +63,7 @@ class Decoder:
         if self.channel and len(set(gather(crc32(repr(prompts).encode())))) > 1:
             raise UserError("all ranks must call a decoder with the same prompts")
         context = self.models.context
-        prompts = checked_prompts(prompts, context, self.models.vocab_size)
+        prompts = checked_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         failure = None
