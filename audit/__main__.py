@@ -26,8 +26,7 @@ from transformers.utils import logging
 
 from audit.evidence import ALPHA, TESTS, Finding, audit_groups, p_text, would_have_shown
 from audit.replay import Text, greedy_gaps, members, warpers_of
-from engine.errors import UserError, first_line, reported_as
-from engine.files import read_json_lines
+from engine.errors import UserError, first_line, read_json_lines, reported_as
 
 DEFAULTS = dict(target=None, temperature=None, top_k=0, top_p=1.0, dtype="auto")
 NOTHING, FOUND, FAILED, TOO_FEW = range(4)  # exit statuses

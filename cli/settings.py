@@ -10,8 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TextIO, get_args
 
-from engine.errors import UserError, reported_as
-from engine.files import read_json_lines
+from engine.errors import UserError, read_json_lines, reported_as
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair

@@ -15,7 +15,6 @@ import gzip
 import importlib
 import itertools
 import json
-import logging
 import os
 import re
 import shlex
@@ -54,7 +53,7 @@ from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
-from engine.errors import UserError, first_line, reported_as
+from engine.errors import UserError, reported_as
 from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
@@ -196,16 +195,14 @@ WRONG = {  # a command, and what is said about it
         "the chat template cannot read the prompts: no user here",
     f"--target {'x' * 300}": "neither as a folder with", "--target LOOP": "neither as a folder",
     "--prompts HALF": "prompt 2 of 2 is no text: half a character at place 3",
-    "--prompts GZIP": "it is compressed; unpack it, as by gunzip",
+    "--prompts GZIP": "can't decode byte 0x8b in position 1",
     "--prompts MESSAGES": "no text in a field prompt, question or text, but list",
-    "--prompts WIDE": "it is no text in UTF-8; save it as UTF-8", "--prompts LONG": "context, 512",
+    "--prompts LONG": "context, 512",
     "--target CUT --mode ar": "its generation_config.json is damaged: Expecting",
-    "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
-    "--target PICKLED --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
     "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
-    "--draft CODE": "it needs code of its own, which is not run here",
+    "--draft CODE": "contains custom code which must be executed",
     "a 'b <word>' --target ADDED --mode ar":
         "to 2048; the target's embedding has 0 to 2047",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
@@ -230,8 +227,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES",
-                 "CUT", "POINTER", "PICKLED"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES", "CUT"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -249,11 +245,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     side = folder / "CUT/generation_config.json"
     side.write_bytes(side.read_bytes()[:-3])
-    for file in (folder / "POINTER/model.safetensors", folder / "PICKLED/pytorch_model.bin"):
-        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
-    (folder / "PICKLED/model.safetensors").unlink()
     (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
-    (folder / "WIDE").write_text('{"text": "a"}', "utf-16")
     (folder / "LOOP").symlink_to("LOOP")
     os.mkfifo(folder / "PIPE")
     return {path.name: str(path) for path in folder.iterdir()}
@@ -369,25 +361,8 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
     assert status == 0 and output.count("\\x1b[2J") == 2 and "\x1b" not in output
 
 
-def test_what_transformers_logs_of_a_model_moves_no_cursor():
-    for name, said in (("transformers.modeling", "a\\x1b[2J"), ("mine", "\x1b[1ma\x1b[0m\x1b[2J")):
-        given = (name, logging.WARNING, "", 0, "%s\x1b[2J", ("\x1b[1ma\x1b[0m",), None)
-        assert logging.getLogger(name).makeRecord(*given).getMessage() == said
-    logging.getLogger(__name__).makeRecord("transformers", 30, "", 0, "fits not", ("x",), None)
-
-
-@pytest.mark.parametrize("message, said", (
-    ("\nX requires a library.\nInstall it.\n", "X requires a library."),
-    ("\n", r"ValueError('\n')"),
-    ("one of: \n(1) this, \n(2) that", "one of: (1) this,"), ("it ends here:", "it ends here:"),
-    ("see trust_remote_code", "it needs code of its own, which is not run here")))
-def test_a_message_of_several_lines_gives_its_reason(message, said):
-    assert first_line(ValueError(message)) == said
-
-
 @pytest.mark.parametrize("problem, expected", (
     (OSError(28, "No space"), pytest.raises(UserError, match="^the file: No space$")),
-    (type("PanicException", (BaseException,), {})("a panic"), pytest.raises(UserError, match="pa")),
     (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
     (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
     (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
@@ -1519,18 +1494,16 @@ def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, ch
         decoder([[1] * 16])
 
 
-@pytest.mark.parametrize("dtype, advice", (
-    ("float16", "float16: --dtype float32 or bfloat16 has room for larger ones, or a file is d"),
-    ("float32", "float32: a file is damaged")))
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
 @pytest.mark.parametrize("whose, temperature", (
     ("the target's logits", 0), ("the target's logits", 1), ("the draft's q", 1)))
-def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, dtype, advice):
+def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, dtype):
     target = copy.deepcopy(random_model()).to(getattr(torch, dtype))
     draft = imitation(random_model(), 0.1).to(target.dtype)
     decoder = make_decoder(target, draft, dtype=dtype, max_new_tokens=8, temperature=temperature)
     broken = target if "target" in whose else draft
     broken.lm_head.weight.data *= torch.finfo(target.dtype).max / 2
-    with pytest.raises(UserError, match=f"{whose} are infinite or not numbers in torch.{advice}"):
+    with pytest.raises(UserError, match=f"{whose} are infinite or not numbers in torch.{dtype}"):
         decoder(RAGGED)
 
 

@@ -1,22 +1,15 @@
-"""Errors that the user can mend, and what libraries say."""
-import logging
+"""Errors that the user can mend, what libraries say, and the lines of files that users write."""
+import json
 import re
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Iterator
 
 # all but tab and newline; what turns text around; half characters, and others not for XML
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
                      r"\ud800-\udfff\ufffe\uffff]")
-BOLD = re.compile("\x1b\\[[0-9;]*m")  # and colours
 LACKS = ("out of memory", "allocate memory",  # of a GPU, of the host
          "failed to map segment", "start new thread")
-NO_WEIGHTS = ("it holds no weights: a download that broke off, or a Git LFS pointer, of about 130 "
-              "bytes, for which `git lfs pull` fetches the file")
-MEANINGS = {  # of what libraries say
-    "byte 0x8b in position 1:": "it is compressed; unpack it, as by gunzip",
-    "codec can't decode": "it is no text in UTF-8; save it as UTF-8",
-    "trust_remote_code": "it needs code of its own, which is not run here",
-    "deserializing header": NO_WEIGHTS, "Unsupported operand 118": NO_WEIGHTS}  # v of version
 
 
 class UserError(Exception):
@@ -28,30 +21,12 @@ def printable(text: str) -> str:
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def printable_record(name: str, *given, **more) -> logging.LogRecord:
-    """Make a record of what is logged. Transformers logs strangers' words: the name of a weight."""
-    record = make_record(name, *given, **more)
-    if name.startswith(("transformers", "huggingface_hub")):
-        with suppress(Exception):  # whoever prints it says what is wrong with it
-            record.msg, record.args = printable(BOLD.sub("", record.getMessage())), ()
-    return record
-
-
-make_record = logging.getLogRecordFactory()
-logging.setLogRecordFactory(printable_record)
-
-
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, and the second if the first ends in a
-    colon. Where the message would not help here, return what it means."""
-    if isinstance(problem, UnicodeEncodeError) and problem.encoding == "utf-8":
-        return f"half a character at place {problem.start + 1}"
-    for sign, meaning in MEANINGS.items():
-        if sign in str(problem):
-            return meaning
+    colon."""
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+    lines = message.splitlines()
+    return " ".join(lines[:1 + lines[0].endswith(":")])
 
 
 def lacks_memory(problem: Exception) -> bool:
@@ -61,20 +36,33 @@ def lacks_memory(problem: Exception) -> bool:
 
 def not_finite(whose: str, dtype: object) -> UserError:
     """Return the error that `whose` numbers, such as "the draft's q", are infinite or NaN."""
-    wide = str(dtype) in ("torch.float32", "torch.float64")
-    cause = "" if wide else "--dtype float32 or bfloat16 has room for larger ones, or "
-    return UserError(f"{whose} are infinite or not numbers in {dtype}: {cause}a file is damaged")
+    return UserError(f"{whose} are infinite or not numbers in {dtype}: a file is damaged, or float16 "
+                     "is too narrow: --dtype float32 or bfloat16 has room for larger ones")
 
 
 @contextmanager
 def reported_as(sentence: str, exceptions: type | tuple = Exception) -> Iterator[None]:
     """Report an exception in the block as a `UserError`: the sentence, and the first line of what
     the library says. By default `exceptions` are all, since damaged files and foreign models raise
-    what they please. Panics of libraries in Rust always are. Lack of memory stays as it is."""
+    what they please. Lack of memory stays as it is."""
     try:
         yield
-    except BaseException as problem:
-        ours = isinstance(problem, exceptions) or type(problem).__name__ == "PanicException"
-        if lacks_memory(problem) or not ours:
+    except exceptions as problem:
+        if lacks_memory(problem):
             raise
         raise UserError(f"{sentence}: {first_line(problem)}") from problem
+
+
+def read_json_lines(name: str, path: str) -> Iterator[tuple[int, dict]]:
+    """Yield the objects of a JSON Lines file, each with the number of its line. Raises
+    `UserError`, with the `name` of the file, if it cannot be read."""
+    with reported_as(name, (OSError, ValueError)):
+        lines = Path(path).read_text("utf-8-sig").split("\n")  # U+2028 ends no line
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            with reported_as(f"{name}, line {number}: not a JSON object",
+                             (ValueError, RecursionError)):
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is a {type(row).__name__}")
+            yield number, row
