@@ -558,7 +558,7 @@ def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
     # refuse at once what could not be written at the end
-    open_for_writing("--out", settings.out, "a", settings).close()
+    open_for_writing("--out", settings.out, "a").close()
     if settings.sweep:
         with reported_as(f"--figures {settings.figures!r}", OSError):
             TemporaryFile(dir=settings.figures).close()

@@ -14,9 +14,6 @@ from engine.errors import UserError, read_json_lines, reported_as
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tiny"  # the embedded pair
-IN_USE = ("prompts", "output", "target", "draft")  # no other file is written over these
-# how files of --output, --trace and --out begin: no loader reads them
-WRITTEN_HERE = (b'{"settings": ', b'{"traceEvents": ', b'{\n "machine": ', b"<!DOCTYPE html>")
 KINDS = {int: Integral, float: Real, str: (str, os.PathLike), bool: bool}  # by a field's type
 PROMPT_FIELDS = ("prompt", "question", "text")  # HumanEval's, GSM8K's, and others'
 
@@ -215,16 +212,7 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     return rows
 
 
-def open_for_writing(flag: str, path: str | None, mode: str = "w",
-                     settings: DecodingSettings | None = None) -> TextIO:
-    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
-    that fails, or if it is --prompts or --output of the `settings`, or in a model's folder."""
+def open_for_writing(flag: str, path: str | None, mode: str = "w") -> TextIO:
+    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
-        for name in IN_USE if path and Path(path).is_file() else ():
-            given = Path(getattr(settings, name, None) or os.devnull)
-            files = filter(os.path.exists, [given, *given.glob("*")])
-            if flag != f"--{name}" and any(map(Path(path).samefile, files)):
-                with open(path, "rb") as file:
-                    if not given.is_dir() or not file.read(20).startswith(WRITTEN_HERE):
-                        raise OSError(f"it belongs to --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")

@@ -49,7 +49,7 @@ import run
 import test_equivalence
 from cache import BACKUP, PRIMARY, RowRound
 from cli import launch
-from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
+from cli.settings import ROOT, TINY, Settings, parse, read_prompts
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
@@ -303,49 +303,9 @@ def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(problem, sai
     assert f"rank 0 lacks memory or threads ({said}): allow more, or" in capsys.readouterr().err
 
 
-def test_the_file_of_the_prompts_is_not_overwritten_and_may_begin_with_a_byte_order_mark(tmp_path):
-    file = tmp_path / "prompts"
-    file.write_text('{"text": "a"}', "utf-8-sig")
-    (tmp_path / "link").symlink_to(file)
-    for output in ("prompts", "link"):
-        words = ["--prompts", file, "--output", tmp_path / output]
-        assert "': it belongs to --prompts" in the_error(obey("saguaro.py", *words))
-    assert file.read_text("utf-8-sig") == '{"text": "a"}'
-
-
-@pytest.mark.parametrize("option", ("--target", "--draft"))
-def test_no_file_of_a_model_is_overwritten(option, tmp_path):
-    shutil.copytree(TINY / "draft", tmp_path / "model")
-    (tmp_path / "link").symlink_to(tmp_path / "model/model.safetensors")
-    before = (tmp_path / "link").read_bytes()
-    for output in (["--output", tmp_path / "link"], ["--trace", tmp_path / "model/config.json"]):
-        words = [option, tmp_path / "model", "--mode", "sd", "--max-new-tokens", 1, *output]
-        assert f"': it belongs to {option}" in the_error(obey("saguaro.py", *words))
-    assert (tmp_path / "link").read_bytes() == before
-    output = ["--output", tmp_path / "model/out.json", "--trace", tmp_path / "model/trace.json"]
-    for _ in range(2):
-        assert obey("saguaro.py", *words[:-2], *output)[0] == 0, "what was written by a run"
-
-
-def test_output_and_trace_may_not_be_one_file(pair, tmp_path):
-    def both(file) -> tuple[int, str]:
-        return obey("saguaro.py", *pair, "--mode", "ar", "--output", file, "--trace", file)
-
-    assert "': it belongs to --output" in the_error(both(tmp_path / "x"))
-    assert both(os.devnull)[0] == 0
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("option", ("--output", "--trace"))
-def test_a_full_disk_is_reported_with_the_name_of_the_file(option, pair, monkeypatch):
-    files = []
-    monkeypatch.setattr(screen, "open_for_writing",
-                        lambda *given: files.append(open_for_writing(*given)) or files[-1])
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
-    status, output = obey("saguaro.py", *pair, "--mode", "ar", option, "/dev/full")
-    said = "saguaro.py: [Errno 28] No space left on device: '/dev/full'\n"
-    assert status == 1 and output.endswith(said)
-    assert all(file.closed for file in files if file.name == "/dev/full"), "Python would report it"
+def test_prompts_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "prompts").write_text('{"text": "a"}', "utf-8-sig")
+    assert read_prompts(Settings(prompts=str(tmp_path / "prompts")))[0]["prompt"] == "a"
 
 
 def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs, tmp_path):

@@ -68,7 +68,7 @@ def look_inside(bench: Bench, run: dict) -> None:
 def main(settings: PageSettings) -> None:
     out = Path(settings.out)
     for file in (out, out.parent / "race.svg"):  # refuse at once what could not be written
-        open_for_writing("--out", str(file), "a", settings).close()
+        open_for_writing("--out", str(file), "a").close()
     bench = Bench(settings)
     lines = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
     runs = [timed(bench, line) for line in lines

@@ -3,7 +3,6 @@ import json
 import os
 import sys
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -46,8 +45,8 @@ class Display:
         self.stream = TextStream(job.tokenizer, job.prompts[0])
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
-        self.output = open_for_writing("--output", job.settings.output, "w", job.settings)
-        self.trace = open_for_writing("--trace", job.settings.trace, "w", job.settings)
+        self.output = open_for_writing("--output", job.settings.output)
+        self.trace = open_for_writing("--trace", job.settings.trace)
         write_line(self.output, {"settings": asdict(job.settings)})
 
     def begin(self) -> None:
@@ -121,14 +120,7 @@ class Display:
 
 
 def write_line(file: TextIO, line: dict[str, Any]) -> None:
-    """Write a line, at once. Raises OSError, with the file's name."""
-    try:
-        print(json.dumps(line), file=file, flush=True)
-    except OSError as problem:
-        problem.filename = file.name
-        with suppress(OSError):  # or Python would report it once more
-            file.close()
-        raise
+    print(json.dumps(line), file=file, flush=True)  # at once
 
 
 # ---- the summary ----
