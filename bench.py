@@ -203,7 +203,7 @@ class Bench:
                 if batch and (self.leads or decoder.placement):
                     decoder(batch)
                 # no rank begins while the other is still at work
-                dist.barrier(self.job.placement.patient_group)
+                dist.barrier()
         return [decoder.stats for decoder in decoders]
 
     def decoder(self, settings: Settings, in_turns: bool, texts: list[list[int]]) -> Decoder:

@@ -4,11 +4,9 @@ torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's
 standard input of that one is a pipe in which nothing is written: it closes when rank 0 ends,
 however that ends. The two meet in a folder that no other account may read.
 """
-import builtins
 import gc
 import importlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +21,9 @@ from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
 from engine import PRIVATE
-from engine.errors import UserError, lacks_memory, printable
+from engine.errors import UserError, first_line, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
-OLD = 2 * 24 * 3600  # seconds after which no run needs a folder that another one finds
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -37,8 +34,8 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
     def main() -> None:
         prepare_process()
         settings = parse(kind)
-        if "TORCHELASTIC_RUN_ID" in os.environ or was_started():
-            threading.Thread(target=exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        if was_started():
+            threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
             draft.enter_context(second_rank(module))
         if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
@@ -53,15 +50,11 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
 
 
 def prepare_process() -> None:
-    """Let Ctrl-C end every rank at once, text be printed whatever the output's encoding, or if it
-    is closed, and ranks choose their own cores."""
-    if hasattr(builtins, "__IPYTHON__"):  # its process, and its Ctrl-C, are not ours to change
-        raise UserError(f"in IPython and notebooks start it as !python {Path(sys.argv[0]).name}")
+    """Let Ctrl-C end every rank at once, text be printed whatever the output's encoding, and ranks
+    choose their own cores."""
     # the first process of a container gets no signal for which it has no handler
     ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: leave(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, ends)
-    sys.stdout = sys.stdout or open(os.devnull, "w")
-    sys.stderr = sys.stderr or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
@@ -73,13 +66,7 @@ def prepare_process() -> None:
 @contextmanager
 def second_rank(module: str) -> Iterator[None]:
     """Be rank 0 of two, beside a rank 1 that runs the same command. They use nothing but this
-    machine's loopback. In the end rank 1 is gone, and the environment is as it was."""
-    for left in Path(tempfile.gettempdir()).glob(PRIVATE + "*"):  # by runs that were killed
-        with suppress(OSError):
-            status = left.lstat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD:
-                shutil.rmtree(left)
-    before = dict(os.environ)
+    machine's loopback. In the end rank 1 is gone."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                    STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
@@ -95,8 +82,6 @@ def second_rank(module: str) -> Iterator[None]:
     finally:
         draft.stdin.close()
         remove_store()
-        os.environ.clear()
-        os.environ |= before
 
 
 def was_started() -> bool:
@@ -133,13 +118,11 @@ def exit_status(main: Callable[[], None]) -> int:
         return 1
     except (RuntimeError, MemoryError, ImportError) as problem:
         name = f"rank {os.environ.get('RANK', 0)}"
-        message = str(problem) or type(problem).__name__
         if lacks_memory(problem):
-            reason = ". ".join(message.split(". ")[:2])
-            report(f"error: {name} lacks memory or threads ({reason}): allow more, or try more "
-                   "target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
+            report(f"error: {name} lacks memory or threads ({first_line(problem)}): allow more, or "
+                   "try more target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
             return 2
-        if not any(sign in message.lower() for sign in GONE):
+        if not any(sign in str(problem).lower() for sign in GONE):
             raise
         time.sleep(2 * GRACE)  # meanwhile that one, or `exit_with_draft`, reports why
         report(f"{name} stops: another rank is gone")
@@ -164,13 +147,9 @@ def exit_with_draft(draft: subprocess.Popen) -> None:
         leave(2 if status == 2 else 1)
 
 
-def exit_with_parent(parent: int) -> None:
-    """Exit soon after rank 0, or torchrun, whose process `parent` is, has been killed."""
-    if was_started():
-        os.read(0, 1)  # standard input, until it closes
-    else:
-        while os.getppid() == parent:
-            time.sleep(1)
+def exit_with_target() -> None:
+    """Exit soon after rank 0 has ended, however it ended: then standard input closes."""
+    os.read(0, 1)
     leave(1)
 
 

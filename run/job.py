@@ -83,7 +83,7 @@ class Job:
                     model.to(placement.device)
                 target = CausalLM(model)
             if placement.world_size > 1:
-                dist.barrier(placement.patient_group)
+                dist.barrier()
         if target:
             target = self.ready(target)
         ignored = target.not_applied(self.settings) if placement.rank == 0 else {}

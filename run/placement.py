@@ -18,15 +18,11 @@ from engine.errors import UserError, reported_as
 class Placement:
     """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
     is one, else on the CPU. In ssd the last of several ranks holds the draft, others the target."""
-    met = None  # the default group in which this process has met the others
 
     def __init__(self, settings: DecodingSettings):
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        given = [os.environ.get(name, default) for name, default in alone.items()]
-        if not all(map(str.isdecimal, given)) or int(given[0]) >= int(given[1]) or given[3] == "0":
-            values = ", ".join(map("=".join, zip(alone, given)))
-            raise UserError(f"no rank has such an environment: {values}")
-        self.rank, self.world_size, local_rank, local_world_size = map(int, given)
+        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        self.rank, self.world_size, local_rank, local_world_size = (
+            int(os.environ.get(name, value)) for name, value in alone.items())
         if settings.device == "cuda":
             with reported_as("--device cuda", (AssertionError, RuntimeError)):
                 torch.cuda.init()
@@ -65,9 +61,10 @@ class Placement:
                 os.sched_setaffinity(0, self.cores)
         waits = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
         asked = {name: str(value) for name, value in asked.items()}
-        with watch(waits, 10, 600):
-            with reported_as("the ranks cannot meet", (RuntimeError, ValueError)):
-                self.meet(f"{waits}, in whose place another program may have connected")
+        with (watch(waits, 10, 600),
+              reported_as("the ranks cannot meet", (RuntimeError, ValueError))):
+            if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
+                self.meet()
             ranks = gather((str(self.device), asked))
         differ = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
         if differ:
@@ -78,35 +75,24 @@ class Placement:
         if self.tp_size > 1:
             self.tp_group = self.new_group(self.tp_size)
 
-    def meet(self, doubt: str) -> None:
-        """Join the default group, unless an earlier `Job` or the script has, and a patient one. Say
-        `doubt` if a rank that has connected says nothing."""
-        if dist.is_initialized() and dist.get_backend() == "nccl":
-            raise ValueError("make the script's process group with gloo, or leave it to Job.load")
-        if Placement.met and Placement.met is dist.group.WORLD:
-            return
+    def meet(self) -> None:
+        """Join the default group. It is patient: a rank may have to load 140 GB."""
         store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
-        if not dist.is_initialized():
-            given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
-            dist.init_process_group("gloo", timeout=timedelta(minutes=10), **given)
-            atexit.register(leave_groups)
-        Placement.met = dist.group.WORLD
-        Placement.patient_group = dist.new_group(timeout=timedelta(days=1))  # one may load 140 GB
+        given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
+        dist.init_process_group("gloo", timeout=timedelta(days=1), **given)
+        atexit.register(leave_groups)
         if store:  # gloo takes whoever connects first, from any account, for the other rank
             store.set(str(self.rank), secrets.token_hex())
             words = torch.tensor([list(store.get(str(rank))) for rank in range(2)])  # [2, 64]
-            for group in (None, self.patient_group):  # each has connections of its own
-                told = list(torch.zeros_like(words))
-                with watch(doubt, 10, 100):
-                    dist.all_gather(told, words[self.rank], group)
-                if not torch.stack(told).equal(words):
-                    raise UserError("another program has connected in the place of a rank")
+            told = list(torch.zeros_like(words))
+            dist.all_gather(told, words[self.rank])
+            if not torch.stack(told).equal(words):
+                raise UserError("another program has connected in the place of a rank")
 
     def new_group(self, size: int) -> dist.ProcessGroup:
         """Make a group of the first `size` ranks."""
         backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
-        timeout = timedelta(minutes=10)  # longer than a round; who has died closes its sockets
-        group = dist.new_group(list(range(size)), timeout=timeout, backend=backend)
+        group = dist.new_group(list(range(size)), backend=backend)
         if backend == "nccl" and self.rank < size:  # connects at the first message: now
             atexit.unregister(leave_groups)  # where graphs live, or a rank is gone, NCCL would wait
             with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: try "
