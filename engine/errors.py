@@ -36,8 +36,8 @@ def lacks_memory(problem: Exception) -> bool:
 
 def not_finite(whose: str, dtype: object) -> UserError:
     """Return the error that `whose` numbers, such as "the draft's q", are infinite or NaN."""
-    return UserError(f"{whose} are infinite or not numbers in {dtype}: a file is damaged, or float16 "
-                     "is too narrow: --dtype float32 or bfloat16 has room for larger ones")
+    return UserError(f"{whose} are infinite or not numbers in {dtype}: a file is damaged, or they "
+                     "are too large for float16, but not for --dtype float32 or bfloat16")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from cli.settings import Settings
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
 from ideas import ACCEPTANCE_RATES, SPECULATORS, VERIFICATIONS
-from run.job import Job, Models, checked_prompts
+from run.job import Job, Models, check_prompts
 from run.placement import gather
 from run.screen import Display
 from run.stats import Stats, choices_of
@@ -63,7 +63,7 @@ class Decoder:
         if self.channel and len(set(gather(crc32(repr(prompts).encode())))) > 1:
             raise UserError("all ranks must call a decoder with the same prompts")
         context = self.models.context
-        prompts = checked_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
+        check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         failure = None

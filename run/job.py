@@ -1,16 +1,11 @@
 """What every rank reads before a run (configurations, prompts), and loading its models."""
-import json
 import sys
-from contextlib import suppress
 from dataclasses import asdict
-from operator import index
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer, __version__
-from transformers.utils import cached_file
 
 from cli.settings import DecodingSettings, read_prompts
 from engine.check import check_model
@@ -49,7 +44,7 @@ class Job:
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template)
-        checked_prompts(self.prompts, self.context, self.vocab_size)
+        check_prompts(self.prompts, self.context, self.vocab_size)
         longest = max(map(len, self.prompts)) + settings.max_new_tokens
         self.max_length = min(longest, self.context)
         self.draft_config = None
@@ -125,41 +120,22 @@ def open_model(flag: str, path: str):
     """Read the configuration and tokenizer of a checkpoint, and nothing big."""
     with reported_as(f"{flag} {path} cannot be read, neither as a folder with a model and its "
                      "tokenizer nor from the Hugging Face Hub"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    with suppress(OSError):  # where there is none; transformers takes a damaged one for none
-        file = cached_file(path, "generation_config.json")
-        with reported_as(f"{flag} {path}: its generation_config.json is damaged"):
-            json.loads(Path(file).read_text("utf-8"))
-    return config, tokenizer
+        return (AutoConfig.from_pretrained(path, trust_remote_code=False),
+                AutoTokenizer.from_pretrained(path, trust_remote_code=False))
 
 
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Return the prompts as token ids; with `chat` each is a user turn of the chat template."""
-    if chat and not tokenizer.chat_template:
-        raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
-    reader = "chat template" if chat else "tokenizer"  # a template is a program
-    for number, text in enumerate(texts, start=1):
-        with reported_as(f"prompt {number} of {len(texts)} is no text", UnicodeEncodeError):
-            text.encode()
-    with reported_as(f"the {reader} cannot read the prompts"):
+    with reported_as(f"the {'chat template' if chat else 'tokenizer'} cannot read the prompts"):
         if not chat:
             return tokenizer(texts)["input_ids"]
-        texts = ["Saguaro", *texts]  # a template may ignore texts, or lists of parts: try
-        for contents in (texts, [[{"type": "text", "text": text}] for text in texts]):
-            trial, *chats = [[{"role": "user", "content": content}] for content in contents]
-            if "Saguaro" in tokenizer.apply_chat_template(trial, tokenize=False):
-                return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
-                                                     return_dict=True)["input_ids"]
-        raise ValueError("it drops them")
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
+                                             return_dict=True)["input_ids"]
 
 
-def checked_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
-    """Return prompts as lists. Raises `UserError` if one holds no token ids, or cannot go on."""
-    with reported_as("prompts must be lists of token ids, such as [[5, 6], [7]]", TypeError):
-        prompts = [[index(token) for token in prompt] for prompt in prompts]
-        if not prompts:
-            raise TypeError("there is none")
+def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
+    """Raise `UserError` for a prompt that cannot go on."""
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:
@@ -168,4 +144,3 @@ def checked_prompts(prompts, context: int, vocab_size: int) -> list[list[int]]:
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UserError(f"{name} holds tokens {min(prompt)} to {max(prompt)}; the target's "
                             f"embedding has 0 to {vocab_size - 1}")
-    return prompts
