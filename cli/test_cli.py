@@ -1255,17 +1255,6 @@ def test_the_check_sees_a_wrong_window_however_long(name, dtype, monkeypatch):
         check_model(model)
 
 
-def test_what_ends_a_text_is_a_token_id():
-    model = CausalLM(copy.copy(random_model()))
-    for given, ids in ((None, []), (5, [5]), ([5, 6], [5, 6]), ([], [])):
-        model.model.generation_config = SimpleNamespace(eos_token_id=given)
-        assert model.eos_tokens == ids
-    for given in ("\x1b[2J", [5, "6"]):
-        model.model.generation_config = SimpleNamespace(eos_token_id=given)
-        with pytest.raises(UserError, match="eos_token_id in generation_config.json is"):
-            _ = model.eos_tokens
-
-
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
                 long_factor=[1.0, 2.0, 4.0, 8.0], original_max_position_embeddings=16)
 BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="default")}

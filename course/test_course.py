@@ -22,7 +22,7 @@ import torch
 
 from cache import geometric_fan_out
 from cli import launch
-from cli.settings import Settings, parse
+from cli.settings import Settings
 from course import grading, handout, mark, page
 from course.exam import Said, failure
 from course.handout import CONTENTS, EXERCISES, ROOT, missing, replaced, write_program

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from engine.errors import UserError, not_finite, reported_as
-from engine.model import CausalLM, KVCache, stance
+from engine.model import CausalLM, KVCache
 
 PROBE = 32  # tokens of the text with which a model is tried
 WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
@@ -30,7 +30,7 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
-            with stance("force_eager"), torch.autocast(model.device.type, enabled=False):
+            with torch.compiler.set_stance("force_eager"):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]
                 stepwise = token_by_token(model, tokens)

@@ -17,10 +17,11 @@ import sys
 import warnings
 
 import torch
+from torch.compiler import set_stance
 
 from engine.check import differ
 from engine.errors import UserError, first_line, lacks_memory
-from engine.model import CausalLM, stance
+from engine.model import CausalLM
 
 WIDTHS = [2 ** i for i in range(8, 24)]  # slots; see above
 LONGEST_CAPTURED = 256  # tokens a row; beyond, kernels take longer than their launches
@@ -85,7 +86,7 @@ class GraphRunner:
             return tokens, positions.clamp(max=width - 1), slots, wider
 
         if tokens.shape[1] > LONGEST_CAPTURED:
-            with stance("force_eager"):
+            with set_stance("force_eager"):
                 return model.forward_eager(*inputs(width))
         if (*tokens.shape, width) not in kv.graphs:
             graph = None
@@ -99,7 +100,7 @@ class GraphRunner:
         inputs = tuple(tensor.clone() for tensor in inputs)  # their places, from the warm-up on
         expected = self.warm_up(model, inputs)
         try:
-            with stance(self.stance):
+            with set_stance(self.stance):
                 return CapturedGraph(model, inputs, expected, self.stream, like)
         except torch.OutOfMemoryError:
             raise
@@ -114,7 +115,7 @@ class GraphRunner:
         main = torch.cuda.current_stream()
         self.stream.wait_stream(main)
         try:
-            with stance(self.stance), torch.cuda.stream(self.stream):
+            with set_stance(self.stance), torch.cuda.stream(self.stream):
                 return model.forward_eager(*inputs)
         except Exception as problem:  # no C compiler, or an operation that the compiler lacks
             if self.stance == "force_eager" or lacks_memory(problem):

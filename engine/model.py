@@ -26,9 +26,6 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
-import math
-import threading
-from contextlib import contextmanager
 from typing import Callable
 
 import torch
@@ -49,17 +46,8 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
-COMPILING = threading.Lock()  # see `stance`
-LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
-
-
-@contextmanager
-def stance(name: str):
-    """Run passes with a stance of `torch.compiler.set_stance`. PyTorch keeps one for all threads,
-    and each puts back what it found: two that overlap would leave a wrong one."""
-    with COMPILING, torch.compiler.set_stance(name):
-        yield
+logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
 
 
 class KVCache:
@@ -124,10 +112,7 @@ class CausalLM:
         slots = max_length + scratch
         slots += -slots % 8  # else attention would pad the mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
-            grown = (max(rows, self.kv.rows), max(slots, self.kv.slots))
-            if math.prod(grown) > 2 * max(rows * slots, self.kv.rows * self.kv.slots):
-                grown = (rows, slots)  # after a long text many short ones, or the other way round
-            self.kv = KVCache(*grown)
+            self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()
@@ -142,7 +127,7 @@ class CausalLM:
             tokens = tokens.clamp(max=self.last_token)
         positions = positions.clamp(max=self.last_position)
         if not logits:
-            with stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"):
                 return self.forward_eager(tokens, positions, slots, visible, keep=1)
         self.clock.passes += 1  # of the work at hand, for the pace
         given = self.forward_fn(self, tokens, positions, slots, visible)[..., :self.vocab_size]
@@ -155,10 +140,8 @@ class CausalLM:
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
-        with torch.autocast(self.device.type, enabled=False):  # --dtype decides, as of the buffers
-            return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
-                              use_cache=True, logits_to_keep=keep,
-                              **{self.cache_name: self.kv}).logits
+        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
+                          use_cache=True, logits_to_keep=keep, **{self.cache_name: self.kv}).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
@@ -186,12 +169,9 @@ class CausalLM:
 
     @property
     def eos_tokens(self) -> list[int]:
-        """Return every end-of-sequence id of the generation config, or raise `UserError`."""
+        """Return every end-of-sequence id of the generation config."""
         given = self.model.generation_config.eos_token_id
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(token, int) for token in ids):
-            raise UserError(f"eos_token_id in generation_config.json is {given!r}, and no token id")
-        return ids
+        return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
@@ -267,14 +247,10 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    with LOADING, reported_as(f"cannot load {path}"):
-        hook = logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # not of downloads
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
-                trust_remote_code=False)
-        finally:
-            logging.set_tqdm_hook(hook)
+    with reported_as(f"cannot load {path}"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
+            trust_remote_code=False)
         if info["missing_keys"]:  # transformers would draw these weights at random
             raise ValueError(f"its files lack {min(info['missing_keys'])}")
     return model
