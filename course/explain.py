@@ -8,8 +8,6 @@ Fig. 2 with real tokens. Shown are the speculation under verification, every gue
 (k, t*) with the draft's q of t* after k accepted tokens, what was prepared for it, and the outcome.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
-    if not __package__:  # a file finds no other folder
-        raise SystemExit("explain.py: start it as python -m course.explain")
     from cli.launch import launch
     from course.options import ExplainSettings
     launch(ExplainSettings, "course.explain")  # parses, and calls `main`

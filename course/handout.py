@@ -15,9 +15,6 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:  # a file finds no other folder
-    raise SystemExit("handout.py: start it as python -m course.handout")
-
 from cli import launch
 from cli.settings import ROOT, Parser
 from engine.errors import reported_as

@@ -8,8 +8,6 @@ the hand-out's. That process has no solution of the exercise, and only says what
 right is decided here. It runs in a box of Bubblewrap's, where that can be had. Where one function
 of an exercise calls another, each is asked in this way.
 """
-import argparse
-import codecs
 import csv
 import json
 import os
@@ -26,10 +24,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import BinaryIO
-
-if __name__ == "__main__" and not __package__:  # a file finds no other folder
-    raise SystemExit("mark.py: start it as python -m course.mark")
 
 from cli import launch
 from cli.settings import Parser, open_for_writing
@@ -83,7 +77,7 @@ os._exit(0)  # whatever threads the answer left
 
 
 def read(file: Path) -> bytes:
-    """Return a file that was handed in; one in UTF-16 as UTF-8."""
+    """Return a file that was handed in."""
     if not os.path.lexists(file):
         others = (str(each.relative_to(file.parent)) for each in file.parent.rglob("*")
                   if each.is_file())
@@ -91,10 +85,7 @@ def read(file: Path) -> bytes:
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         raise OSError(f"{file.name} is no regular file of at most 64 KB")
-    source = file.read_bytes()
-    if source.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        source = source.decode("utf-16").encode()
-    return source
+    return file.read_bytes()
 
 
 def boxed(folder: str, *program: Path) -> list[str]:
@@ -116,14 +107,6 @@ def has_box(folder: Path) -> bool:
         words, stderr=subprocess.DEVNULL).returncode
 
 
-def said_file() -> BinaryIO:
-    """Open a file for what an answer says: in memory where that can be, because a disk may be full
-    and an answer cannot help it."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("said"), "w+b")
-    return tempfile.TemporaryFile("w+b")
-
-
 def asked(test: str, number: str) -> tuple[str, ...]:
     """Return the functions of an exercise that are asked together with this test."""
     exercise = EXERCISES[number]
@@ -141,7 +124,7 @@ def run_answer(source: bytes, number: str, functions: tuple[str, ...], folders: 
     put_back = [function for exercise in EXERCISES.values() if exercise["module"] == module
                 for function in exercise["functions"] if function not in functions]
     argument = json.dumps([*map(str, folders), module, put_back, names, seed, MEMORY, timeout])
-    with tempfile.TemporaryDirectory() as folder, said_file() as out:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
         Path(folder, f"{module}.py").write_bytes(source)
         environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
         environment |= {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH")
@@ -244,23 +227,11 @@ def cell(text: object) -> str:
     return printable(str(text)).replace("\t", "\\t").replace("\n", "\\n")
 
 
-def folder(name: str) -> Path:
-    if not os.path.isdir(name):
-        raise argparse.ArgumentTypeError(f"{name!r} is no folder; name one with files handed in")
-    return Path(name)
-
-
-def seconds(text: str) -> float:
-    if not 0 < float(text) <= 1e6:  # NaN neither
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1000000")
-    return float(text)
-
-
 def main() -> None:
     parser = Parser(description="Mark submissions.")
-    parser.add_argument("folders", type=folder, nargs="+", metavar="FOLDER")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--csv", help="write points and remarks to this file")
-    parser.add_argument("--timeout", type=seconds, default=120, help="seconds for each process")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for each process")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
                         help="of the arguments; without it others each time")

@@ -8,8 +8,6 @@ All ranks decode the text at --pace, for its times; then one process does, for w
 of a round. K, budget and temperature are those of the comparison in figures/results.json.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
-    if not __package__:  # a file finds no other folder
-        raise SystemExit("page.py: start it as python -m course.page")
     from cli.launch import launch
     from course.options import PageSettings
     launch(PageSettings, "course.page")  # parses, starts rank 1, and calls `main`

@@ -45,9 +45,9 @@ def marks(marker, tmp_path):
 
 HELPED = re.sub(f"({re.escape(ANSWER)}.*)", rf"    # {missing('6')}\n\1\n    {missing('6')}", RIGHT)
 UNUSUAL = {
-    "UTF-16, the stub as a comment and below the answer, and a helper called solution":
-        (HELPED.replace("return sum(acc", "return solution(acc")
-         + "\n\ndef solution(terms):\n    return sum(terms)\n").encode("utf-16"),
+    "the stub as a comment and below the answer, and a helper called solution":
+        HELPED.replace("return sum(acc", "return solution(acc")
+        + "\n\ndef solution(terms):\n    return sum(terms)\n",
     "latin-1": ("# coding: latin-1\n# \xe9\n" + RIGHT).encode("latin-1"),
     "a thread, a child and noise": f"""{RIGHT}
 import os, subprocess, threading, time
