@@ -23,7 +23,6 @@ from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryFile
 from timeit import repeat
 from typing import Any, Callable, Iterable, NamedTuple
 
@@ -34,7 +33,7 @@ from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
 from cli.settings import ROOT, Settings, open_for_writing
-from engine.errors import UserError, reported_as
+from engine.errors import UserError
 from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import SWEEPS, BenchSettings
@@ -560,8 +559,7 @@ def main(settings: BenchSettings) -> None:
     # refuse at once what could not be written at the end
     open_for_writing("--out", settings.out, "a").close()
     if settings.sweep:
-        with reported_as(f"--figures {settings.figures!r}", OSError):
-            TemporaryFile(dir=settings.figures).close()
+        Path(settings.figures).mkdir(exist_ok=True)
     bench = Bench(settings)
     if not bench.leads:
         return bench.assist()

@@ -158,6 +158,8 @@ def test_every_slider_has_an_answer_at_both_ends():
 # ---- the race ----
 
 RACE = (ROOT / "docs/race.svg").read_text("utf-8")
+
+
 def test_the_race_is_not_older_than_the_page():
     assert RACE == race(TRACE), REDRAW
 
