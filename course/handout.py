@@ -51,8 +51,9 @@ def sheet(text: str, numbers: list[str]) -> str:
 def write_program(folder: Path, numbers: list[str]) -> None:
     """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
     with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
-    files = CONTENTS["files"] if numbers else CONTENTS["files"] + CONTENTS["afterwards"]
-    for file in files:
+    files, later = ({file.relative_to(ROOT).as_posix() for pattern in CONTENTS[name]
+                     for file in ROOT.glob(pattern)} for name in ("files", "afterwards"))
+    for file in files - later if numbers else files | later:
         copy = folder / CONTENTS["renamed"].get(file, file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / file, copy)
