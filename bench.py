@@ -182,10 +182,6 @@ class Bench:
         while asked := gather(None)[0]:
             self.take_turns(*asked)
 
-    def release(self) -> None:
-        """Let rank 1 go."""
-        gather(None)
-
     def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
         """Decode in these ways, each given as (settings, in turns): in all of them the first batch,
         then the next, so that what disturbs the machine disturbs all. Returns their statistics."""
@@ -587,4 +583,4 @@ def main(settings: BenchSettings) -> None:
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
         print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
-    bench.release()
+    gather(None)  # lets rank 1 go

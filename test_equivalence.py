@@ -65,7 +65,7 @@ import figures.guesses
 import ideas
 import saguaro
 import sampling
-from audit.evidence import ALPHA, audit_groups, evenness, smallest
+from audit.evidence import ALPHA, Finding, audit_groups, evenness
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
 from cli.settings import Settings
@@ -127,6 +127,16 @@ def assert_drawn(tokens: torch.Tensor, p: torch.Tensor) -> None:
     replayed = replay(p.log(), tokens, warpers_of(1.0, 0, 1.0), draw_uniforms(len(tokens)), [])
     assert replayed.possible.all()
     assert evenness(replayed.uniform, bins=40) > ALPHA
+
+
+def smallest(findings: dict[str, Finding]) -> float:
+    """The smallest p-value of all groups and tests, times their number (Bonferroni)."""
+    if findings["all"].impossible:
+        return 0.0
+    p_values = torch.tensor([[*finding.p_values.values()] for finding in findings.values()],
+                            dtype=torch.float64)
+    known = p_values[~p_values.isnan()]
+    return min(1.0, len(known) * float(known.min())) if len(known) else 1.0
 
 
 def written(record: list) -> torch.Tensor:

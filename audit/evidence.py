@@ -92,15 +92,6 @@ def audit(told: Replayed) -> Finding:
     return Finding(len(u), impossible, int(told.near_tie.sum()), deviations, nats, p_values)
 
 
-def smallest(findings: dict[str, Finding]) -> float:
-    """Return the smallest p-value of all groups and tests, times their number (Bonferroni)."""
-    if findings["all"].impossible:
-        return 0.0
-    p_values = [p for finding in findings.values() for p in finding.p_values.values()]
-    known = [p for p in p_values if not math.isnan(p)]
-    return min(1.0, len(known) * min(known, default=1.0))
-
-
 def would_have_shown(tokens: int) -> float:
     """Return the smallest bias in total variation that so many tokens show: see `audit`."""
     return min(1.0, (NONCENTRALITY / 4 / tokens) ** 0.5)

@@ -126,64 +126,55 @@ def write_line(file: TextIO, line: dict[str, Any]) -> None:
 # ---- the summary ----
 
 def print_summary(job, summary: dict[str, Any]) -> None:
-    """Print `Stats.summary()` and what it means. What was not measured is left out."""
+    """Print `Stats.summary()` and what it means."""
     settings = job.settings
     print(f"{summary['tokens']} tokens with {settings.mode}:")
     says_nothing = {("hit_rate", "sd"), ("acceptance_rate", "block")}
     for name, title, form, meaning in REPORT:
-        chosen = {(name, settings.mode), (name, settings.verification)}
-        if summary[name] is not None and not chosen & says_nothing:
-            print_line(title, f"{summary[name]:{form}}", meaning)
-    if settings.mode == "sd" and summary["T_b"] is not None:
-        print_line("drafting (T_SD)", f"{summary['T_b']:.2f}",
-                   f"of a verification, each round, {summary['backup']}")
+        if not {(name, settings.mode), (name, settings.verification)} & says_nothing:
+            print_line(title, summary[name], form, meaning)
+    if settings.mode == "sd":
+        print_line("drafting (T_SD)", summary["T_b"], ".2f",
+                   f"of a verification, each round, {summary.get('backup')}")
     if settings.mode == "ssd":
         print_times(settings, summary)
-        print_choices(settings, summary)
+        print_line("fan-out", "", "", f"{summary['fan_out']} after a hit, "
+                   f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
+        if settings.backup == "auto":
+            b = summary["critical_batch_size"]
+            print_line("critical batch size", "", "", "none: neural is better at every size"
+                       if b is None else f"{b:.1f} (Thm. 17)")
     if job.placement.any_gpu:
-        print_line("devices", "", ", ".join(job.placement.devices))
+        print_line("devices", "", "", ", ".join(job.placement.devices))
     if job.placement.tp_size > 1:
         print(f"  {job.placement.tp_size} ranks share the target")
     kept = summary["pace_kept"]
-    if kept is not None:
-        print_line("pace kept", f"{kept:.0%}",
-                   "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
+    print_line("pace kept", kept, ".0%",
+               "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
     if kept is not None and kept < 0.95:
         print("  This machine was too slow for the pace: compare nothing with these times.")
 
 
-def print_line(title: str, number: str, meaning: str) -> None:
-    print(f"  {title:21}{number:>7}   {meaning}")
+def print_line(title: str, number: float | str | None, form: str, meaning: str) -> None:
+    """Print a line, unless its number was not measured."""
+    if number is not None:
+        print(f"  {title:21}{format(number, form):>7}   {meaning}")
 
 
 def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
-    T_p = summary["T_p"]
-    T_b = summary["T_b"]
+    T_p, T_b = summary["T_p"], summary["T_b"]
     if summary["seconds"] is None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
-    if T_p is not None:
-        hidden = "hidden behind it"
-        if round(T_p, 2) > 1:
-            fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
-            hidden = f"the target waits unless --lookahead is at most {fits}"
-        print_line("pre-speculation (T_p)", f"{T_p:.2f}", f"of a verification: {hidden}")
-    if T_b is not None:
-        print_line("backup (T_b)", f"{T_b:.2f}", "of a verification, after a miss")
+    hidden = "hidden behind it"
+    if T_p and round(T_p, 2) > 1:
+        fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
+        hidden = f"the target waits unless --lookahead is at most {fits}"
+    print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
+    print_line("backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":
         sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
         over_ar = theorem_7(summary, settings.batch_size)
-        print_line("Theorem 7", f"{over_ar:.2f}", "x autoregressive with these values, "
+        print_line("Theorem 7", over_ar, ".2f", "x autoregressive with these values, "
                    f"{over_ar / sd:.2f} x SD with this K")
-
-
-def print_choices(settings: DecodingSettings, summary: dict[str, Any]) -> None:
-    """Print the fan-out (4.1) and b* (4.3)."""
-    print_line("fan-out", "", f"{summary['fan_out']} after a hit, "
-               f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
-    if settings.backup == "auto":
-        meaning = "none: neural is better at every size"
-        if summary["critical_batch_size"] is not None:
-            meaning = f"{summary['critical_batch_size']:.1f} (Thm. 17)"
-        print_line("critical batch size", "", meaning)
