@@ -98,8 +98,6 @@ class DecodingSettings:
             setattr(self, entry.name, values if several else values[0])
         if 0 < self.temperature < 1e-6:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
-        if len(self.pace) != 2:
-            raise UserError(f"--pace is {self.pace}; it must be two numbers of milliseconds")
         if self.prompt and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other")
         by_hand = self.fan_out.split(",")

@@ -1007,15 +1007,6 @@ def test_a_wrong_argument_gets_one_sentence(
     assert {file.name for file in tmp_path.iterdir()} == {"full", "file"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ("handout", "mark", "page", "explain"))
-def test_commands_end_with_status_2(module):
-    run = subprocess.run([sys.executable, "-m", f"course.{module}", "--no-such-flag"], cwd=ROOT,
-                         capture_output=True, text=True)
-    assert run.returncode == 2 and run.stderr.startswith(f"{module}.py: error: ")
-    assert run.stderr.count("\n") == 1 and run.stdout == ""
-
-
 @pytest.mark.parametrize("out, said", (
     (".", "Is a directory"), ("full", "Is a directory"), ("", "Is a directory"),
     ("missing/page.html", "No such file"), ("file/page.html", "Not a directory"),
