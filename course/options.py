@@ -1,9 +1,7 @@
 """The options of slow motion and of the page."""
 from dataclasses import dataclass
-from pathlib import Path
 
 from cli.settings import DecodingSettings, option, pace_option
-from engine.errors import UserError
 
 
 @dataclass
@@ -29,10 +27,3 @@ class PageSettings(DecodingSettings):
     max_new_tokens: int = option("text", 40, "tokens to generate", min=2)
     pace: tuple[float, float] = pace_option((75.5, 8.75))
     out: str = option("page", "page.html", "the page to write", metavar="FILE")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if len(self.prompt) > 1:
-            raise UserError("a page shows one text: give one TEXT, or --prompts")
-        if Path(self.out).name == "race.svg":
-            raise UserError(f"--out {self.out!r}: the race is written there; name another file")
