@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -70,6 +69,7 @@ if os.name == "nt":
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
+SECOND_RANK = launch.second_rank  # which no command of a test calls: see one_process
 
 
 # ---- helpers ----
@@ -585,7 +585,20 @@ def test_a_text_is_streamed_whole_characters_and_control_characters_are_shown(
     assert f"{shown_prompt}\n----- continued -----\n{shown}" in capsys.readouterr().out
 
 
-@slow
+def decode_by_ideas(folder: Path) -> dict:
+    """A rank's job: README's lines, with the ideas of this folder."""
+    for name in [*sys.modules]:
+        if name.split(".")[0] in ("ideas", "run"):
+            del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    from run import Decoder, Job
+    job = Job(Settings(prompt="def f(x):", backup="repeat", fan_out="none accepted",
+                       verification="never", device="cpu", max_new_tokens=12))
+    decoder = Decoder(job.settings, job.load())
+    decoder(job.prompts)
+    return decoder.stats.summary()
+
+
 def test_a_file_dropped_into_ideas_is_all_that_an_idea_needs(tmp_path):
     """README's backup, a shape and a verification, in a folder of its own."""
     shutil.copytree(ROOT / "ideas", tmp_path / "ideas")
@@ -598,19 +611,9 @@ FAN_OUT_POLICIES["none accepted"] = lambda budget, K, a, r: [budget] + K * [0]
 VERIFICATIONS["never"] = lambda p, tokens, q, uniforms: VERIFICATIONS["token"](
     p[:, :1], tokens[:, :0], q[:, :0], uniforms[:, -1:])
 """)
-    program = """if True:
-        from run import Decoder, Job, Settings
-        job = Job(Settings(prompt="def f(x):", backup="repeat", fan_out="none accepted",
-                           verification="never", device="cpu", max_new_tokens=12))
-        decoder = Decoder(job.settings, job.load())
-        decoder(job.prompts)
-        summary = decoder.stats.summary()
-        assert summary["tokens_per_round"] == 1 and 0 < summary["hit_rate"] < 1
-        assert summary["fan_out"] == [12, 0, 0, 0, 0] and summary["backup"] == "repeat"
-        """
-    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path,
-                         env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert run.returncode == 0
+    [summary] = in_ranks(1, decode_by_ideas, tmp_path)
+    assert summary["tokens_per_round"] == 1 and 0 < summary["hit_rate"] < 1
+    assert summary["fan_out"] == [12, 0, 0, 0, 0] and summary["backup"] == "repeat"
 
 
 def launch_results() -> list[dict]:
@@ -868,56 +871,42 @@ def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
     assert [status for status, _ in in_ranks(2, obey_own, [command, other])] == [0, 0]
 
 
-INTRUDER = """\
-import glob, os, sys, tempfile
-import torch.distributed as dist
-from datetime import timedelta
+def ask_every_port(store: Path) -> tuple[int, list[int]]:
+    """A rank's job: at how many ports it listens, and what those say that take it for a store's."""
+    os.environ |= {launch.STORE: str(store), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    placement.Placement(Settings(device="cpu")).join({})
+    ports = {place.laddr.port for place in psutil.Process().net_connections("tcp")
+             if place.status == psutil.CONN_LISTEN}
+    told = []
 
-if os.getuid() == 0:
-    os.setgid(65534)
-    os.setuid(65534)
-print("ready", flush=True)
-for port in sys.stdin:
-    for folder in glob.glob(tempfile.gettempdir() + "/.saguaro-*"):
-        try:
-            print("a folder", os.listdir(folder), flush=True)
-        except OSError:
-            print("kept out", flush=True)
-    try:
-        store = dist.TCPStore("127.0.0.1", int(port), timeout=timedelta(seconds=1))
-        print("a store", store.num_keys(), flush=True)
-    except Exception as problem:
-        print("told nothing", flush=True)
-"""
+    def ask(port: int) -> None:
+        with suppress(RuntimeError):
+            told.append(dist.TCPStore("127.0.0.1", port).num_keys())
+
+    for port in ports:
+        threading.Thread(target=ask, args=(port,), daemon=True).start()
+    time.sleep(2)
+    dist.barrier()
+    return len(ports), told
 
 
 @slow
-def test_another_account_is_told_nothing_and_stops_nothing(tmp_path):
-    """It asks every port of the two ranks for a store, and looks into the folder in which they
-    meet. Only root can be another account."""
-    shared = tempfile.TemporaryDirectory()
-    os.chmod(shared.name, 0o1777)
-    environment = os.environ | {"TMPDIR": shared.name}
-    intruder = subprocess.Popen([sys.executable, "-c", INTRUDER], text=True, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
-    assert intruder.stdout.readline() == "ready\n"
-    words = [sys.executable, ROOT / "saguaro.py", "--max-new-tokens", "4", "x"]
-    ranks = psutil.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                         env=environment)
-    asked = set()
-    while ranks.poll() is None:
-        for rank in (ranks, *ranks.children()):
-            with suppress(psutil.Error):
-                ports = {place.laddr.port for place in rank.net_connections("tcp")
-                         if place.status == psutil.CONN_LISTEN} - asked
-                intruder.stdin.writelines(f"{port}\n" for port in ports)
-                asked |= ports
-        intruder.stdin.flush()
-        time.sleep(0.01)
-    told = set(intruder.communicate(timeout=100)[0].splitlines())
-    assert ranks.returncode == 0 and b"error" not in ranks.stderr.read()
-    assert "told nothing" in told, "gloo listened"
-    assert told == {"told nothing", "kept out"} or os.getuid() > 0
+def test_who_asks_the_ports_of_two_ranks_is_told_nothing_and_stops_nothing(tmp_path):
+    """Any account of this machine can ask: so they meet in a folder that is theirs alone."""
+    for ports, told in in_ranks(2, ask_every_port, tmp_path / "store", seconds=100):
+        assert ports > 0 and told == []
+
+
+def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_folder(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words) or (
+        SimpleNamespace(stdin=StringIO(), wait=lambda: 0)))
+    monkeypatch.setattr(sys, "argv", ["saguaro.py", "x"])
+    for module, program in (("run", ["saguaro.py"]), ("course.page", ["-m", "course.page"])):
+        with SECOND_RANK(module):
+            assert started.pop() == [sys.executable, *program, "x"]
+            assert Path(os.environ[launch.STORE]).parent.stat().st_mode == 0o40700
 
 
 @pytest.mark.parametrize("way, home", (
@@ -1071,13 +1060,11 @@ def test_ranks_that_cannot_meet_end_with_one_sentence(variable, reason, monkeypa
         assert not watching.is_alive(), "it would end this process after ten minutes"
 
 
-@slow
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
-    words = [sys.executable, "saguaro.py", "--mode", "ar", "--max-new-tokens", "1", "é"]
-    run = subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONIOENCODING": "ascii"},
-                         capture_output=True, text=True)
-    assert run.returncode == 0 and "\\xe9" in run.stdout
-    assert_quiet(run.stderr)
+    program = "from cli import launch; launch.prepare_process(); print(chr(233))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
+                         env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"\\xe9\n", b"")
 
 
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],

@@ -10,8 +10,6 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
 from html import unescape
 from types import SimpleNamespace
 
@@ -26,6 +24,7 @@ from course.options import PageSettings
 from course.race import race
 from engine.errors import UserError
 from run.job import Job
+from testing.shared import in_ranks
 
 REFRESH = "python -m course.page --out docs/index.html"
 REDRAW = """python -c 'from course.test_page import *
@@ -244,10 +243,9 @@ def test_page_and_race_may_be_written_over_their_templates(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_one_command_writes_it(tmp_path):
-    command = [sys.executable, "-m", "course.page", "--pace", "0", "0", "--max-new-tokens", "6",
-               "--prompt", "x = '<\u00fc>'", "--out", str(tmp_path / "page.html")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+def test_two_ranks_write_it(tmp_path):
+    in_ranks(2, page.main, PageSettings(device="cpu", pace=(0, 0), max_new_tokens=6, prompt=(
+        "x = '<\u00fc>'",), out=str(tmp_path / "page.html")))
     written = (tmp_path / "page.html").read_text("utf-8")
     trace = json.loads(re.search(r'application/json">(.*?)</script>', written)[1])
     assert trace["prompt"] == "x = '<\u00fc>'" and len(trace["runs"]) == 6
