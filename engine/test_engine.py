@@ -208,6 +208,8 @@ def test_joining_shares_the_cores_connects_the_gpus_and_tells_the_devices():
               "nccl 2", connects, f"from {gpu}", "connected"] for gpu in devices]
     assert in_ranks(3, join_with_gpus, 3) == [
         (devices, steps[0]), (devices, steps[1]), (devices, steps[2][:-3])]
+    [(devices, done), *_] = in_ranks(3, join_with_gpus, 2)  # two GPUs share the target
+    assert (devices, done) == (["cuda:0", "cuda:1", "cpu"], ["cuda:0", *steps[0][-4:]])
 
 
 def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
@@ -257,12 +259,11 @@ def decoder_of(settings: Settings) -> Decoder:
     return Decoder(settings, job.load())
 
 
-def texts_of_rounds(decoder: Decoder, count: int) -> list[list[list[int]]]:
-    """Of all batches, with the first of `ROUNDS`."""
+def texts_of(decoder: Decoder, rounds: tuple, batches: tuple) -> list[list[list[int]]]:
     texts = []
-    for choices in ROUNDS[:count]:
+    for choices in rounds:
         settings = replace(decoder.settings, max_new_tokens=12, **choices)
-        texts += map(Decoder(settings, decoder.models), BATCHES)
+        texts += map(Decoder(settings, decoder.models), batches)
     return texts
 
 
@@ -274,7 +275,7 @@ def replay_wrongly(graph: CapturedGraph, inputs, replay=CapturedGraph.replay) ->
     return replay(graph, inputs) + 1
 
 
-def decode_on_gpus(gpus, settings: Settings, devices: list[str], rounds: int) -> list:
+def decode_on_gpus(gpus, settings: Settings, devices: list[str], work: tuple) -> list:
     """A rank's job."""
     gpus(len(devices) - devices.count("cpu"))
     cuda_graphs.WIDTHS = [16]
@@ -282,7 +283,7 @@ def decode_on_gpus(gpus, settings: Settings, devices: list[str], rounds: int) ->
     decoder = decoder_of(settings)
     shared = [ONE[0] if device in THREE else device for device in devices]  # where GPUs are few
     assert decoder.placement.devices in (devices, shared if gpus is real_gpus else devices)
-    texts = texts_of_rounds(decoder, rounds)
+    texts = texts_of(decoder, *work)
     for model in decoder.models[:2]:
         eager = settings.passes == "eager" or not model or model.device == CPU
         assert bool(eager) != bool(model and model.kv.graphs)
@@ -295,27 +296,30 @@ ONE = ["cuda:0"]
 TWO = ["cuda:0", "cuda:1"]
 THREE = [*TWO, "cuda:2"]
 LLAMA = ("llama", dict(num_hidden_layers=1))
-GPU_RUNS = (  # devices of the ranks, model, how many of ROUNDS, settings
-    (ONE, LLAMA, 5, {}), (TWO, LLAMA, 5, {}), *((ONE, model, 2, {}) for model in windowed(8)),
-    (ONE, LLAMA, 2, dict(dtype="float32", passes="eager")), (ONE, LLAMA, 2, dict(mode="sd")),
-    (ONE, LLAMA, 2, dict(mode="ar")), (["cuda:0", "cpu"], LLAMA, 2, dict(dtype="float32")),
-    (TWO, LLAMA, 2, dict(mode="sd")), (TWO, LLAMA, 2, dict(mode="sd", passes="eager")),
-    (THREE, LLAMA, 2, {}))
+ALL, DRAWN = (ROUNDS, BATCHES), (ROUNDS[1:2], BATCHES[1:2])
+GPU_RUNS = (  # devices of the ranks, model, rounds and batches, settings
+    (ONE, LLAMA, ALL, {}), (TWO, LLAMA, ALL, {}),
+    *((ONE, model, DRAWN, {}) for model in windowed(8)),
+    (["cuda:0", "cpu"], LLAMA, (ROUNDS[:2], BATCHES[1:2]), dict(dtype="float32")),
+    (THREE, LLAMA, DRAWN, {}),
+    (ONE, LLAMA, DRAWN, dict(dtype="float32", passes="eager")),
+    *((ONE, LLAMA, DRAWN, dict(mode=mode)) for mode in ("ar", "sd")),
+    *((TWO, LLAMA, DRAWN, dict(mode="sd", passes=passes)) for passes in ("compiled", "eager")))
 
 
 @slow
-@pytest.mark.parametrize("gpus, devices, model, rounds, choices", [
+@pytest.mark.parametrize("gpus, devices, model, work, choices", [
     case for run in GPU_RUNS for case in on_gpus(*run)])
 def test_one_rank_or_two_on_gpus_write_the_texts_of_a_cpu(
-        gpus, devices, model, rounds, choices, tmp_path):
+        gpus, devices, model, work, choices, tmp_path):
     """Both models on one GPU; the draft on a CPU, through gloo; on another GPU, by messages through
     NCCL; a target that two GPUs share; windows, that move in captured passes. No tensor meets one
     of another device, and none is copied inside a capture."""
     family, changes = model
     pair = save_pair(tmp_path, family, **dict(num_hidden_layers=2) | changes)
     settings = Settings(**dict(dtype="float64") | choices | pair)
-    expected = texts_of_rounds(decoder_of(replace(settings, device="cpu")), rounds)
-    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices, rounds)[0] == expected
+    expected = texts_of(decoder_of(replace(settings, device="cpu")), *work)
+    assert in_ranks(len(devices), decode_on_gpus, gpus, settings, devices, work)[0] == expected
 
 
 def decode_batches(gpus, settings: Settings) -> tuple[list, list[int]]:
@@ -554,7 +558,7 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     pair = copy.deepcopy(target), imitation(target, 0.15)  # as they are changed
     decoder = make_decoder(*pair, mode="sd", max_new_tokens=18)
     decoder.models = decoder.models._replace(max_length=48)  # of the longest text to come
-    run_on_graphs(decoder)
+    run_on_graphs(decoder, compiled=False)
     decoder([[3]])
     before = FakeGraph.captures
     decoder([[7] * 30])
@@ -580,31 +584,29 @@ def test_buffers_for_more_rows_keep_the_slots_of_a_longer_text():
     assert (model.kv.rows, model.kv.slots) == (4, 40)
 
 
-def compilations(layers: int, mode: str, family: str, changes: dict, monkeypatch) -> int:
-    """How often the compiler is called for a pair whose target has so many layers, in all passes of
-    this mode, in rounds that hit and rounds that miss."""
+def compilations(layers: int, monkeypatch) -> int:
+    """How often the compiler is called for a target of so many layers, some with a window."""
     def compile_nothing(graph, inputs):
         compiled.append(graph)
         return graph
 
     compiled = []
     torch.compiler.reset()
+    monkeypatch.setattr(cuda_graphs, "WIDTHS", [])  # one of all passes
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(COMPILE, backend=compile_nothing))
-    target = random_model.__wrapped__(family, **changes | dict(num_hidden_layers=layers))
-    decoder = make_decoder(target, imitation(target, 0.15), mode=mode, max_new_tokens=18)
+    target = random_model.__wrapped__("gemma3_text", head_dim=8, sliding_window=8,
+                                      num_hidden_layers=layers)
+    decoder = make_decoder(target, mode="ar", max_new_tokens=18)
     run_on_graphs(decoder)
     decoder(RAGGED[:1])
     return len(compiled)
 
 
 @slow
-@pytest.mark.parametrize("mode, family, changes", (
-    ("ssd", "llama", dict(num_key_value_heads=2)),
-    ("ar", "gemma3_text", dict(head_dim=8, sliding_window=8))))
-def test_all_layers_share_what_is_compiled(mode, family, changes, fake_graphs, monkeypatch):
-    """PyTorch gives up on the ninth layer of those that it compiles one by one."""
-    few = compilations(2, mode, family, changes, monkeypatch)
-    assert 0 < few == compilations(9, mode, family, changes, monkeypatch)
+def test_all_layers_share_what_is_compiled(fake_graphs, monkeypatch):
+    """Those of a kind. PyTorch gives up on the ninth layer of those that it compiles one by one."""
+    few = compilations(2, monkeypatch)
+    assert 0 < few == compilations(9, monkeypatch)
 
 
 def lack_compiler(graph, inputs):
@@ -642,8 +644,9 @@ def test_what_is_checked_at_loading_is_what_runs(compiled, fake_graphs, monkeypa
         check_model(decoder.target.model)
 
 
-def test_what_the_check_captured_is_gone(fake_graphs):
+def test_what_the_check_captured_is_gone(fake_graphs, monkeypatch):
     """It has windows of its own."""
+    monkeypatch.setattr(cuda_graphs, "WIDTHS", [])
     model = random_model("mistral", sliding_window=8)
     choices = dict(mode="ar", temperature=1.0, max_new_tokens=18)
     decoder = make_decoder(copy.deepcopy(model), **choices)

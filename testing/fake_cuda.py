@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class FakeGraph(TorchDispatchMode):
@@ -50,11 +50,12 @@ class FakeGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         FakeGraph.replays += 1
-        for operation, arguments, options, given in self.operations:
-            again = operation(*arguments, **options)
-            for old, new in zip(tensors_in(given), tensors_in(again)):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)  # else: a view, or in place
+        with _disable_current_modes():  # all of it lies in host memory
+            for operation, arguments, options, given in self.operations:
+                again = operation(*arguments, **options)
+                for old, new in zip(tensors_in(given), tensors_in(again)):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)  # else: a view, or in place
 
 
 EVENT = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.0)
