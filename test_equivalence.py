@@ -17,8 +17,8 @@ Speed. What is proposed decides how fast the text comes, never which text.
 
 How does one test a *distribution*? With a vocabulary of 6 there are only 6^3 = 216 texts of three
 tokens, and the target's probability of each is a product of three softmaxes. We let SSD write
-120,000 texts and count (in one setting; 30,000 in the others). If the program is right, the count
-O of a text differs from the expected E by chance alone, by about sqrt(E), and Pearson's
+30,000 texts and count. If the program is right, the count O of a text differs from the expected E
+by chance alone, by about sqrt(E), and Pearson's
 
     chi-square = sum over texts of (O - E)^2 / E
 
@@ -31,8 +31,8 @@ with probability below 600 * 6e-6 = 4e-3 (Bonferroni). Seeds are fixed: what has
 passing.
 
 Power. If the texts had a distribution at total-variation distance d from the target's, chi-square
-would grow by at least 4 N d^2 (Cauchy-Schwarz). For N = 120,000 and d = 0.02 that is 192, and is
-found each time of a thousand (`test_the_statistic_accepts_the_truth_and_sees_two_percent`).
+would grow by at least 4 N d^2 (Cauchy-Schwarz). For N = 30,000 and d = 0.04 that is 192, and is
+found each time of a thousand (`test_the_statistic_accepts_the_truth_and_sees_four_percent`).
 
 The models are small and random (testing/shared.py). SSD runs in one process
 (`saguaro.TakingTurns`), unless a test says otherwise. Texts of any length, model and engine are
@@ -350,7 +350,7 @@ def test_greedy_text_is_that_of_generate(family, changes, monkeypatch):
     assert {source for *_, source in rounds} == {PRIMARY, BACKUP}
 
 # ---- 3. sampled text: frequencies against the target's exact probabilities ----
-VOCAB, K, PROMPT, SAMPLES = 6, 2, [1, 2], 120_000
+VOCAB, K, PROMPT, SAMPLES = 6, 2, [1, 2], 30_000
 
 
 @lru_cache
@@ -407,20 +407,17 @@ def joint_p_value(texts: torch.Tensor, **choices) -> float:
     return goodness_of_fit(observed, exact_joint(**choices))
 
 
-SETTINGS = [  # the first also in the edit loop
-    dict(temperature=1.4, top_k=4, downweight=0.5, samples=30_000),
-    pytest.param(dict(temperature=0.7, downweight=0.0, backup="lookup", samples=30_000),
-                 marks=slow),
-    pytest.param(dict(temperature=1.0, downweight=0.5, fan_out="confident"), marks=slow),
-    pytest.param(dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1",
-                      samples=30_000), marks=slow),
-    *(pytest.param(dict(temperature=0.7, downweight=0.5, fan_out="confident", backup=backup,
-                        samples=30_000), marks=slow) for backup in ("lookup", "random")),
-    pytest.param(dict(temperature=1.4, downweight=0.5, verification="block", samples=30_000),
-                 marks=slow)]
+SETTINGS = [dict(temperature=1.4, top_k=4, downweight=0.5), *(  # the first also in the edit loop
+    pytest.param(choices, marks=slow) for choices in (
+        dict(temperature=0.7, downweight=0.0, backup="lookup"),
+        dict(temperature=1.0, downweight=0.5, fan_out="confident"),
+        dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1"),
+        dict(temperature=0.7, downweight=0.5, fan_out="confident", backup="lookup"),
+        dict(temperature=0.7, downweight=0.5, fan_out="confident", backup="random"),
+        dict(temperature=1.4, downweight=0.5, verification="block")))]
 
 
-def test_the_statistic_accepts_the_truth_and_sees_two_percent():
+def test_the_statistic_accepts_the_truth_and_sees_four_percent():
     """In a thousand samples each of the truth, and of distributions that have moved at random.
     (Independent Poisson numbers, given their sum, are a multinomial sample.)"""
     truth = exact_joint()
@@ -429,8 +426,8 @@ def test_the_statistic_accepts_the_truth_and_sees_two_percent():
         assert goodness_of_fit(torch.poisson(truth * SAMPLES).long(), truth) > ALPHA
         change = truth * torch.randn(len(truth))
         change -= truth * change.sum()
-        moved = truth + 0.04 * change / change.abs().sum()
-        assert 0.5 * (moved - truth).abs().sum() == pytest.approx(0.02)
+        moved = truth + 0.08 * change / change.abs().sum()
+        assert 0.5 * (moved - truth).abs().sum() == pytest.approx(0.04)
         assert goodness_of_fit(torch.poisson(moved * SAMPLES).long(), truth) < ALPHA
 
 
@@ -501,7 +498,7 @@ random_run = lru_cache(RandomRun)  # two tests look at each
 FIRST_SEED = int(os.environ.get("FIRST_SEED", 0))  # others draw other settings
 QUICK_SEEDS = (1, 2)
 RANDOM_SEEDS = [pytest.param(FIRST_SEED + seed, marks=() if seed in QUICK_SEEDS else slow)
-                for seed in range(24)]
+                for seed in range(16)]
 
 
 @pytest.mark.parametrize("seed", RANDOM_SEEDS)
@@ -1180,7 +1177,7 @@ IN_ONE_PROCESS = [change for change, (owner, *_) in HARMLESS.items() if owner is
 @slow
 @pytest.mark.parametrize("change", IN_ONE_PROCESS)
 def test_it_is_lossless_whatever_the_cache_holds(change):
-    assert p_value_with(change, 10_000) > ALPHA
+    assert p_value_with(change, 5_000) > ALPHA
 
 
 @pytest.mark.parametrize("change", HARMLESS)
