@@ -4,6 +4,7 @@ torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's
 standard input of that one is a pipe in which nothing is written: it closes when rank 0 ends,
 however that ends. The two meet in a folder that no other account may read.
 """
+import builtins
 import gc
 import importlib
 import os
@@ -42,11 +43,15 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
 
+    if hasattr(builtins, "__IPYTHON__"):  # its process, and its Ctrl-C, are not ours to change
+        sys.exit(f"in IPython and notebooks start it as !python {Path(sys.argv[0]).name}")
     with ExitStack() as draft:
         status = exit_status(main)
         if status == 0 and sys.modules["torch.distributed"].is_initialized():
             sys.modules["torch.distributed"].destroy_process_group()
-    sys.exit(status)
+        if status or was_started():
+            leave(status)
+    sys.exit(0)  # Python's own end, for whoever profiles or debugs
 
 
 def prepare_process() -> None:
@@ -55,6 +60,8 @@ def prepare_process() -> None:
     # the first process of a container gets no signal for which it has no handler
     ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: leave(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, ends)
+    if hasattr(signal, "SIGCHLD"):  # where a launcher ignores it, no status would be heard
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
@@ -73,14 +80,13 @@ def second_rank(module: str) -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
-    draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
-                             env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
-                             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
     try:
-        yield
+        with subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
+                              env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
+                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as draft:
+            threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
+            yield
     finally:
-        draft.stdin.close()
         remove_store()
 
 
@@ -97,7 +103,10 @@ def remove_store() -> None:
 
 
 def leave(status: int) -> None:
-    """Exit at once, from any thread."""
+    """Exit at once, from any thread. Python's own end can take ten seconds. Meanwhile the groups
+    would be closed, and the other ranks would blame this one in their own words."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
     remove_store()
     os._exit(status)
 
@@ -111,7 +120,6 @@ def exit_status(main: Callable[[], None]) -> int:
         report(f"error: {problem}")
         return 2
     except OSError as problem:  # standard output is closed, or a disk is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(problem, BrokenPipeError):
             return 141
         report(problem)

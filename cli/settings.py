@@ -210,7 +210,11 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     return rows
 
 
-def open_for_writing(flag: str, path: str | None, mode: str = "w") -> TextIO:
-    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`."""
+def open_for_writing(flag: str, path: str | None, mode: str = "w",
+                     prompts: str | None = None) -> TextIO:
+    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
+    that fails, or would lose the file of --prompts."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
+        if path and prompts and os.path.exists(path) and os.path.samefile(path, prompts):
+            raise ValueError("it is the file of --prompts")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")

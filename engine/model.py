@@ -26,6 +26,7 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
+import threading
 from typing import Callable
 
 import torch
@@ -46,6 +47,7 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
+LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
 logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
 
@@ -140,8 +142,10 @@ class CausalLM:
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
-                          use_cache=True, logits_to_keep=keep, **{self.cache_name: self.kv}).logits
+        with torch.autocast(self.device.type, enabled=False):  # --dtype decides, as of the buffers
+            return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
+                              use_cache=True, logits_to_keep=keep,
+                              **{self.cache_name: self.kv}).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
@@ -247,7 +251,7 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    with reported_as(f"cannot load {path}"):
+    with LOADING, reported_as(f"cannot load {path}"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
             trust_remote_code=False)

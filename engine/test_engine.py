@@ -166,6 +166,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     """A rank's job: the devices of all ranks; and what joining does: the device made current (NCCL
     takes that one), or cores of its own, the groups, and the messages that connect them."""
     fake_gpus()
+    init_process_group = dist.init_process_group
     new_group = dist.new_group
     all_reduce = dist.all_reduce
     done = []
@@ -173,9 +174,13 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     def refuse():
         raise PermissionError("as some sandboxes do")
 
-    def record_group(ranks=None, timeout=None, backend=None):
-        if ranks:  # the others are for loading
-            done.append(f"{backend} {len(ranks)}")
+    def record_default(*given, timeout, **named):
+        assert timeout.days, "rank 0 may be stopped for long, as by Ctrl-Z"
+        init_process_group(*given, timeout=timeout, **named)
+
+    def record_group(ranks, timeout, backend):
+        assert timeout.days
+        done.append(f"{backend} {len(ranks)}")
         return new_group(ranks, timeout, backend)
 
     def record_watch(waits, seconds, limit):
@@ -188,6 +193,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     placement.watch = record_watch
     os.sched_getaffinity = lambda _: set(range(8))
     os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}") or refuse()
+    dist.init_process_group = record_default
     dist.new_group = record_group
     dist.all_reduce = lambda tensor, *how, group=None: (
         done.append(f"from {tensor.device}") if group else all_reduce(tensor, *how))
@@ -224,6 +230,13 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
     assert end.endswith(": error: 0.4 seconds are over: it waits for NCCL")
 
 
+def test_models_are_loaded_one_at_a_time(monkeypatch):
+    """Transformers changes what all its models share, and a page may have two sessions."""
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
+                        lambda *_, **__: (engine.model.LOADING.locked(), {"missing_keys": set()}))
+    assert load("a model", None, torch.float32, "cpu") is True
+
+
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
     load(str(TINY / "draft"), None, torch.float32, "cpu")
     assert not capsys.readouterr().err and not are_progress_bars_disabled()
@@ -231,7 +244,7 @@ def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
 
 @pytest.mark.parametrize("T_p, advice", (
     (1.0, "hidden behind it"), (1.2, "the target waits unless --lookahead is at most 3"),
-    (1.9, "--lookahead is at most 1"), (3.0, "--lookahead is at most 0")))
+    (1.9, "--lookahead is at most 1"), (3.0, "waits with every --lookahead")))
 def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
     print_times(Settings(lookahead=4), {"T_p": T_p, "T_b": None, "seconds": 1})
     assert advice in capsys.readouterr().out
@@ -575,6 +588,16 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     left = graphs_alive()
     gc.enable()
     assert left == before - ours, "NCCL would wait for the end of those with all-reduces"
+
+
+@pytest.mark.parametrize("wheres", ((True, False), (False, True)))
+def test_buffers_are_of_the_models_type_inside_and_outside_of_autocast(wheres):
+    target = copy.deepcopy(random_model()).float()
+    decoder = make_decoder(target, imitation(target, 0.1), dtype="float32", max_new_tokens=8)
+    for inside in wheres:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            texts = decoder(RAGGED)
+        assert texts == greedy_reference(target, RAGGED, 8)
 
 
 def test_buffers_for_more_rows_keep_the_slots_of_a_longer_text():

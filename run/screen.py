@@ -45,9 +45,10 @@ class Display:
         self.stream = TextStream(job.tokenizer, job.prompts[0])
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
-        self.output = open_for_writing("--output", job.settings.output)
-        self.trace = open_for_writing("--trace", job.settings.trace)
-        write_line(self.output, {"settings": asdict(job.settings)})
+        settings = job.settings
+        self.output = open_for_writing("--output", settings.output, prompts=settings.prompts)
+        self.trace = open_for_writing("--trace", settings.trace, prompts=settings.prompts)
+        write_line(self.output, {"settings": asdict(settings)})
 
     def begin(self) -> None:
         """Show the prompt, if there is one."""
@@ -163,7 +164,8 @@ def print_line(title: str, number: float | str | None, form: str, meaning: str) 
 
 def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
-    T_p, T_b = summary["T_p"], summary["T_b"]
+    T_p = summary["T_p"]
+    T_b = summary["T_b"]
     if summary["seconds"] is None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
