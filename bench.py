@@ -42,6 +42,7 @@ from ideas import SPECULATORS
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import gather
+from run.screen import KEPT, TOO_SLOW
 from run.stats import Stats, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
@@ -519,6 +520,8 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
     print(f"\n{title}", flush=True)
     for first, *others in lines:
         print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
+    if any((row.get("pace_kept") or 1) < KEPT for row in rows):
+        print(TOO_SLOW)
 
 
 def compare_with_logs() -> None:

@@ -21,7 +21,7 @@ from typing import Callable, Iterator
 from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
-from engine import PRIVATE
+from engine import PRIVATE, until_exit
 from engine.errors import UserError, first_line, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
@@ -77,7 +77,6 @@ def second_rank(module: str) -> Iterator[None]:
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                    STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
     try:
@@ -108,6 +107,8 @@ def leave(status: int) -> None:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     remove_store()
+    if until_exit:
+        until_exit.cleanup()
     os._exit(status)
 
 

@@ -745,7 +745,7 @@ def test_a_full_disk_and_a_closed_pipe_end_it_without_a_traceback(
 # ---- processes ----
 
 WAITING = """\
-import os, sys, time
+import os, signal, sys, time
 from cli import launch
 from cli.settings import Settings
 from engine.errors import UserError
@@ -770,6 +770,8 @@ FAULTS = {  # of two ranks that only start: what they do before and after; a sig
             # exit status; what is reported
     "both end": ("", "sys.exit()", None, 0, ""),
     "the draft finds an error": ("", "rank == '1' and fail()", None, 2, "waiting.py: error: it"),
+    "no child's end is told": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+                               "rank == '1' and fail()", None, 2, "waiting.py: error: it"),
     "both find an error": ("", "fail()", None, 2, "waiting.py: error: it"),
     "the draft is killed": ("", "", (signal.SIGKILL, 1), 1, "rank has ended with status -9"),
     "the target is killed": ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
@@ -906,6 +908,10 @@ def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_fol
         with SECOND_RANK(module):
             assert started.pop() == [sys.executable, *program, "x"]
             assert Path(os.environ[launch.STORE]).parent.stat().st_mode == 0o40700
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: os.stat("nowhere"))
+    with pytest.raises(OSError), SECOND_RANK("run"):
+        pass  # rank 1 cannot be started
+    assert not Path(os.environ[launch.STORE]).parent.exists()
 
 
 @pytest.mark.parametrize("way, home", (
@@ -995,6 +1001,14 @@ def test_a_terminal_with_colours_shows_who_drafted_and_others_get_none(monkeypat
         assert capsys.readouterr().out == f"{colour}1{plain}{colour}{display.UNDERLINED}2{plain}"
     monkeypatch.setenv("TERM", "dumb")
     assert not screen.can_show_colours()
+
+
+@slow
+@pytest.mark.parametrize("program", (
+    "import tempfile; tempfile.gettempdir = lambda: open('nowhere'); import engine",
+    "import os; os.environ['MPLBACKEND'] = 'module://nowhere'; import bench"))
+def test_a_container_without_a_temporary_folder_and_a_notebooks_shell_can_import_it(program):
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
 def test_in_ipython_nothing_is_changed_and_one_sentence_says_what_to_do(monkeypatch):
@@ -1205,7 +1219,7 @@ def fresh_model(family: str = "llama", **changes):
     ("bloom", {}, pytest.raises(UserError, match="bloom models cannot run")),  # ALiBi
     ("mamba", {}, pytest.raises(UserError, match="in all layers, not linear_attention")),
     # it has no window, but transformers' cache believes its configuration
-    ("llama", dict(sliding_window=8), pytest.raises(UserError, match="llama models give other")),
+    ("llama", dict(sliding_window=8), pytest.raises(UserError, match="with sliding_window in")),
     ("bert", dict(is_decoder=True), nullcontext()), ("mixtral", {}, nullcontext()),
     ("gpt_bigcode", {}, nullcontext())))  # has a mask by slot, and does not use it
 def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes, expected):
@@ -1255,7 +1269,9 @@ BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="defa
 
 @pytest.mark.parametrize("family, changes", (
     ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
-    ("gemma3_text", dict(rope_parameters=BY_TYPE)), ("doge", dict(keep_window_size=16))))
+    ("gemma3_text", dict(rope_parameters=BY_TYPE)), ("doge", dict(keep_window_size=16)),
+    ("llama4_text", dict(head_dim=8, num_local_experts=2, intermediate_size_mlp=48,
+                         floor_scale=17))))
 def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, changes):
     """And a prompt that reaches beyond is refused."""
     decoder = make_decoder(fresh_model(family, **changes), mode="ar", max_new_tokens=30)

@@ -1,10 +1,12 @@
 """Placement of ranks: devices, cores, process groups."""
 import atexit
 import json
+import math
 import os
 import secrets
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from engine.errors import UserError, reported_as
 
 # A rank may load 140 GB, or be stopped by Ctrl-Z. The death of one closes its sockets: at once.
 PATIENCE = timedelta(days=1)
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and in how many
 
 
 class Placement:
@@ -43,13 +46,16 @@ class Placement:
         cores = range(os.cpu_count() or 1)
         if hasattr(os, "sched_getaffinity"):
             cores = sorted(os.sched_getaffinity(0))
-        self.threads = max(1, len(cores) // local_world_size)
-        self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
-        if self.device.type == "cuda" or any(settings.pace):
-            self.threads = 1  # with several threads, one is late whenever another program runs
-        elif "GOMP_SPINCOUNT" not in os.environ:  # as in notebooks: threads that wait keep cores
-            self.threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
-        torch.set_num_threads(self.threads)
+        share = max(1, len(cores) // local_world_size)
+        self.cores = cores[local_rank * share % len(cores):][:share]
+        if "GOMP_SPINCOUNT" in os.environ:  # a command; the threads of scripts are their own affair
+            threads = int(max(1, min(share, cpu_quota() / local_world_size)))
+            by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else None  # if nobody chose
+            if os.environ.get("OMP_NUM_THREADS") not in (None, by_torchrun):
+                threads = min(threads, torch.get_num_threads())
+            if self.device.type == "cuda" or any(settings.pace):
+                threads = 1  # of several, one is late whenever another program runs
+            torch.set_num_threads(threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -64,8 +70,9 @@ class Placement:
                 os.sched_setaffinity(0, self.cores)
         waits = f"rank {self.rank} of {self.world_size} waits for the others to start"
         asked = {name: str(value) for name, value in asked.items()}
+        where = f" by {os.environ[STORE]} (in TMPDIR)" if STORE in os.environ else ""
         with (watch(waits, 10, 600),
-              reported_as("the ranks cannot meet", (RuntimeError, ValueError))):
+              reported_as(f"the ranks cannot meet{where}", (RuntimeError, ValueError))):
             if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
                 self.meet()
             ranks = gather((str(self.device), asked))
@@ -113,6 +120,14 @@ class Placement:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]
         return "cpu" not in peers
+
+
+def cpu_quota() -> float:
+    """Return how many cores a container may use at once, of those that it sees."""
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        allowed, period = CPU_QUOTA.read_text().split()
+        return int(allowed) / int(period)
+    return math.inf
 
 
 def leave_groups() -> None:

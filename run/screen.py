@@ -20,6 +20,8 @@ REPORT = (
     ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, up to the first rejection"),
     ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
     ("verifier_utilisation", "verifier utilisation", ".2f", "the share of time spent verifying"))
+KEPT = 0.95  # of the passes, or times mean nothing
+TOO_SLOW = "  This machine was too slow for the pace: compare nothing with these times."
 
 
 def can_show_colours() -> bool:
@@ -152,8 +154,8 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     kept = summary["pace_kept"]
     print_line("pace kept", kept, ".0%",
                "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
-    if kept is not None and kept < 0.95:
-        print("  This machine was too slow for the pace: compare nothing with these times.")
+    if kept is not None and kept < KEPT:
+        print(TOO_SLOW)
 
 
 def print_line(title: str, number: float | str | None, form: str, meaning: str) -> None:
