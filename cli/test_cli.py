@@ -69,7 +69,7 @@ if os.name == "nt":
 slow = pytest.mark.slow
 PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench")}
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
-SECOND_RANK = launch.second_rank  # which no command of a test calls: see one_process
+START_SECOND_RANK = launch.start_second_rank  # which no command of a test calls: see one_process
 
 
 # ---- helpers ----
@@ -93,7 +93,7 @@ def one_process(monkeypatch):
     monkeypatch.setattr(launch, "leave", leave)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
-    monkeypatch.setattr(launch, "second_rank", lambda module: nullcontext())
+    monkeypatch.setattr(launch, "start_second_rank", lambda module: None)
     monkeypatch.setattr(sys, "argv", sys.argv)
     # the variable HF_HUB_OFFLINE is read at the import, which other test files have done
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -768,10 +768,11 @@ if __name__ == "__main__":
 SLOW_START = "if rank == '1': print('started', file=sys.stderr, flush=True); time.sleep(2)"
 FAULTS = {  # of two ranks that only start: what they do before and after; a signal, and to whom;
             # exit status; what is reported
-    "both end": ("", "sys.exit()", None, 0, ""),
+    "both end": ("", "import torch.distributed; return", None, 0, ""),
     "the draft finds an error": ("", "rank == '1' and fail()", None, 2, "waiting.py: error: it"),
     "no child's end is told": ("signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
                                "rank == '1' and fail()", None, 2, "waiting.py: error: it"),
+    "the draft cannot be started": ("sys.executable = 'nowhere'", "", None, 1, "No such file"),
     "both find an error": ("", "fail()", None, 2, "waiting.py: error: it"),
     "the draft is killed": ("", "", (signal.SIGKILL, 1), 1, "rank has ended with status -9"),
     "the target is killed": ("", "", (signal.SIGKILL, 0), -signal.SIGKILL, ""),
@@ -902,16 +903,14 @@ def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_fol
     started = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words) or (
-        nullcontext(SimpleNamespace(stdin=StringIO(), wait=lambda: 0))))
+        SimpleNamespace(wait=lambda: 0)))
     monkeypatch.setattr(sys, "argv", ["saguaro.py", "x"])
     for module, program in (("run", ["saguaro.py"]), ("course.page", ["-m", "course.page"])):
-        with SECOND_RANK(module):
-            assert started.pop() == [sys.executable, *program, "x"]
-            assert Path(os.environ[launch.STORE]).parent.stat().st_mode == 0o40700
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: os.stat("nowhere"))
-    with pytest.raises(OSError), SECOND_RANK("run"):
-        pass  # rank 1 cannot be started
-    assert not Path(os.environ[launch.STORE]).parent.exists()
+        START_SECOND_RANK(module)
+        assert started.pop() == [sys.executable, *program, "x"]
+        folder = Path(os.environ[launch.STORE]).parent
+        assert folder.stat().st_mode == 0o40700
+        folder.rmdir()
 
 
 @pytest.mark.parametrize("way, home", (
