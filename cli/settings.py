@@ -154,7 +154,8 @@ class Settings(DecodingSettings):
         choices=("ssd", "sd", "ar"))
     verification: str = option(
         "method", "token", "what accepts drafted tokens: token (each by itself, as in the paper), "
-        "or block (all together: Sun et al. 2024)", metavar="NAME")
+        "block (all together: Sun et al. 2024), or race (block, and the draft foresees the bonus "
+        "token)", metavar="NAME")
 
 
 # ---- the command line ----
