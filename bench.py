@@ -2,8 +2,9 @@
 
 SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, speeds
 are measured as they are. Elsewhere the passes of the models are paced: they take five times as long
-as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies; it measures
-no GPU. Speed is that of decoding, without prefill.
+as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies, and
+measures no GPU. It flatters SSD, since messages and Python do not take five times as long. Speed is
+that of decoding, without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these

@@ -44,7 +44,7 @@ class DecodingSettings:
     """Holds the options that all commands share."""
     target: str = option(
         "models", str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
-    draft: str = option("models", str(TINY / "draft"), "draft model with the target's vocabulary")
+    draft: str = option("models", str(TINY / "draft"), "draft model with the target's tokenizer")
     apply_chat_template: bool = option(
         "text", False, "make each prompt a user turn of the chat template")
     lookahead: int = option("method", 4, "K, tokens drafted per round", min=1, max=64)
@@ -55,7 +55,8 @@ class DecodingSettings:
         "sampling", 1.0, "sample among the likeliest tokens of total probability P", min=1e-9,
         max=1, metavar="P")
     seed: int = option(
-        "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 30 - 1)
+        "sampling", 0, "same seed, flags, machine and library versions: same text", min=0,
+        max=2 ** 30 - 1)
     budget: int = option(
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
         "plain speculative decoding", min=0, max=4096)

@@ -418,6 +418,18 @@ def test_whoever_hears_the_tokens_may_end_a_text_or_fail(ranks):
     assert (problem, rounds) == ("the client is gone", 3)
 
 
+def test_portings_lines_leave_nothing_behind_a_stop_string():
+    """Though the round in which it was written went on."""
+    lines, = re.findall("```python\n(.*?)```", (ROOT / "docs/PORTING.md").read_text("utf-8"), re.S)
+    job = Job(Settings(prompt="def open_url(url):", max_new_tokens=80, lookahead=7, device="cpu"))
+    here = {"job": job, "decoder": Decoder(job.settings, job.load())}
+    exec(lines, here)
+    text, = here["texts"]
+    assert text.endswith("return None") and here["stop"] not in text
+    assert here["text_of"](0).startswith(text + here["stop"] + "    def")
+    assert here["decoder"].finish_reasons == ["stop"]
+
+
 def test_a_text_that_has_ended_is_not_ended_again():
     target = random_model()
     decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
@@ -674,6 +686,11 @@ def test_the_numbers_of_the_readme_are_those_of_the_launch():
         return metric("batch", f"{backup} backup", rows, "tokens a verification")
 
     readme = (ROOT / "README.md").read_text("utf-8")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8")
+    faster = float(bent("tokens/s", 0.75)) / float(bent("tokens/s", 1)) - 1
+    assert f"C = 0.75 is {faster:.0%} faster" in results
+    for name in ("hit_rate", "acceptance_rate"):
+        assert f"from {bent(name, 1)} to {bent(name, 0)}" in results.split("### Downweight")[1]
     for sentence in (
             f"{hits('geometric', 'random')} of outcomes, uniform {hits('uniform', 'random')}",
             f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",

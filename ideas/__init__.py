@@ -16,7 +16,7 @@ What is guessed, and when, changes the speed alone. A text stays the target's if
      itself. To drop drawn tokens whose q is small, for example, is to draw from another q.
 
 A new verification needs a proof of its own. The audit finds texts that break the rules; this writes
-about 16,000 tokens and audits them, in two minutes:
+about 16,000 tokens and audits them, in some minutes:
 
     for i in $(seq 8); do cat tiny/prompts.jsonl; done > many.jsonl
     python saguaro.py --temperature 1 --backup NAME --prompts many.jsonl --batch-size 16 \\
