@@ -50,8 +50,8 @@ from sampling import Sampler, residual, saguaro_distribution
 NUM_PROMPTS = 12
 SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
 FEW = (NUM_PROMPTS, 2)  # (prompts, samples), to choose K, and of figures that are not in TEXTS
-TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "downweight": (16, 6),
-         "batch": (16, 6), "frontier": (16, 1)}
+TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16, 6),
+         "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
 BUDGETS = (8, 16, 24, 32, 48, 64)  # among which a line has the largest that keeps T_p <= 1
@@ -288,7 +288,9 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         lines |= {
             f"SSD, budget {largest}, C = 0.75": {"budget": largest, "downweight": 0.75},
             "SD, block": {"mode": "sd", "verification": "block"},
-            f"SSD, budget {largest}, block": {"budget": largest, "verification": "block"}}
+            f"SSD, budget {largest}, block": {"budget": largest, "verification": "block"},
+            "SSD, race": {"budget": 24, "verification": "race"},
+            f"SSD, budget {largest}, race": {"budget": largest, "verification": "race"}}
     points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
@@ -401,6 +403,9 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
         "shape": points("temperature", heats, (), *[
             (fan_out, {"fan_out": fan_out, "backup": backup})
             for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS) for backup in ("neural", "random")]),
+        "noise": points("temperature", (*heats, 1.25, 1.5), (),
+                        ("private noise", {"verification": "block"}),
+                        ("public noise", {"verification": "race"})),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
         "batch": points("batch_size", sizes, sizes, *[
             (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from cli.settings import TINY, DecodingSettings, option, pace_option
 from engine.errors import UserError
 
-SWEEPS = ("timeline", "fan-out", "shape", "downweight", "residual", "batch", "frontier",
+SWEEPS = ("timeline", "fan-out", "shape", "noise", "downweight", "residual", "batch", "frontier",
           "lookahead", "growth")
 
 

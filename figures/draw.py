@@ -25,13 +25,16 @@ LIGHT = "#9db8d6"
 PASSES = {"target, {0}": SSD, "target, {0}, linear": LIGHT, "draft, {1}": SD,
           "draft, {1}, linear": GREY, "sampling": OTHER}  # over {0} tokens and {1} guesses
 COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
-    ("random backup", "uniform", "SSD, random backup"), OTHER) | {"confident": LIGHT}
+    ("random backup", "uniform", "SSD, random backup"), OTHER) | {
+    "confident": LIGHT, "private noise": GREY}
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
+           "noise": (1, 1, 6.4, 3.3),
            "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
     "shape": "Where little is accepted geometric beats uniform; confident (ours) beats both",
+    "noise": "With public noise the draft foresees most bonus tokens, however random they are",
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
     "residual": "Saguaro sampling at one position: the target draws what the cache holds",
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
@@ -42,6 +45,7 @@ TITLES = {
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
+    "noise": (("temperature", "hit_rate"),),
     "downweight": (("C", "hit_rate"), ("C", "acceptance_rate"), ("C", "tokens/s")),
     "batch": (("batch size", "tokens a verification"),),
     "lookahead": (("lookahead", "tokens/s"), ("lookahead", "T_p"))}
