@@ -47,8 +47,10 @@ import inspect
 import itertools
 import os
 import random
+import re
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from statistics import mean
@@ -72,7 +74,9 @@ from cli.settings import Settings
 from draft_worker import DraftWorker
 from engine.model import CausalLM
 from ideas import SPECULATORS, VERIFICATIONS
+from ideas.block import block_verify
 from ideas.lookup import prompt_lookup
+from ideas.race import GOLDEN, exponentials, scrambled
 from run.decoder import Decoder, make_plan
 from run.job import Models
 from run.placement import Placement
@@ -314,6 +318,89 @@ def test_block_verification_never_accepts_fewer_tokens_on_average():
     assert (gain.mean(1) >= -4 * gain.std(1) / 400 ** 0.5).all() and gain.mean() > 0.02
 
 
+def bounds_and_residuals(p, tokens, q):
+    """Of verifications by race the bounds below which uniform numbers accept, `[N, K]`, found by
+    bisection, and from what the bonus token is drawn for each k, `[N, K+1, V]`."""
+    rows, lookahead = tokens.shape
+    numbers = torch.ones(rows, lookahead + 1, dtype=torch.float64)
+    bounds = torch.zeros_like(numbers)[:, 1:]
+    for place, bit in itertools.product(range(lookahead), range(1, 54)):
+        tried = numbers.clone()
+        tried[:, place] = bounds[:, place] + 0.5 ** bit
+        k, _ = VERIFICATIONS["race"](p, tokens, q, tried)
+        bounds[:, place] += (k == place + 1) * 0.5 ** bit
+    residuals = []
+    for k in range(lookahead + 1):
+        numbers[:, :k] = 0
+        block_verify(p, tokens, q, numbers, lambda r, _: residuals.append(r) or tokens[:, 0])
+    return bounds, torch.stack(residuals, 1)
+
+
+def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
+    """The exact probabilities of a text's first three tokens (V = 2, K = 2), over rounds. p and q
+    are the distributions after each text. If uniform numbers are `kept`, each belongs to a position
+    of the text, and judges it in every round; else they belong to a round."""
+    texts = [text for n in range(3) for text in itertools.product(range(2), repeat=n)]
+    pairs = [*itertools.product(range(2), repeat=2)]
+    rows = [*itertools.product(texts, pairs)]
+    found = bounds_and_residuals(
+        torch.stack([torch.stack([p[text + s[:i]] for i in range(3)]) for text, s in rows]),
+        torch.tensor([s for _, s in rows]),
+        torch.stack([torch.stack([q[text + s[:i]] for i in range(2)]) for text, s in rows]))
+    told = dict(zip(rows, zip(*(part.tolist() for part in found))))
+    cuts = [sorted({0.0, 1.0, *(told[text, s][0][place - len(text)] for text, s in rows
+                                if 0 <= place - len(text) < 2)}) for place in range(4)]
+    law = Counter()
+
+    def write(text: tuple, mass: float, known: dict) -> None:
+        if len(text) >= 3:
+            law[text[:3]] += mass
+            return
+        for s in pairs:
+            bounds, residuals = told[text, s]
+            drafted = q[text][s[0]] * q[text + s[:1]][s[1]]
+            cells = []  # of the two numbers: where each may lie, and how likely
+            for place, bound in enumerate(bounds, start=len(text)):
+                ends = cuts[place] if kept else (0.0, bound, 1.0)
+                fresh = [((low + high) / 2, high - low) for low, high in zip(ends, ends[1:])]
+                cells.append([(known[place], 1.0)] if place in known else fresh)
+            for (first, width), (second, other) in itertools.product(*cells):
+                k = 2 if second < bounds[1] else int(first < bounds[0])
+                numbers = {len(text): first, len(text) + 1: second}
+                for bonus, share in enumerate(residuals[k]):
+                    likely = mass * float(drafted) * width * other * share
+                    if likely:
+                        write(text + s[:k] + (bonus,), likely, known | numbers if kept else {})
+
+    write((), 1.0, {})
+    return law
+
+
+def test_noise_of_a_round_is_exact_and_noise_of_a_position_is_not():
+    """Enumerated. The numbers of a position would be known to be large where the round before did
+    not accept it."""
+    texts = [text for n in range(5) for text in itertools.product(range(2), repeat=n)]
+    differ = [dict(zip(texts, random_distributions(len(texts), 2, seed=seed).double()))
+              for seed in range(2)]
+    alike = [dict.fromkeys(texts, torch.tensor(each, dtype=torch.float64))
+             for each in ([0.6, 0.4], [0.05, 0.95])]
+    for (p, q), kept, distance in ((differ, False, 0.0), (alike, False, 0.0), (alike, True, 0.083)):
+        law = law_of_three_tokens(p, q, kept)
+        expected = {(x, y, z): p[()][x] * p[x,][y] * p[x, y][z]
+                    for x, y, z in itertools.product(range(2), repeat=3)}
+        apart = sum(abs(law[text] - float(expected[text])) for text in expected) / 2
+        assert apart == pytest.approx(distance, abs=1e-3 if kept else 1e-12)
+
+
+def test_the_noise_is_exponential_and_its_hash_that_of_splitmix64():
+    """As published: the first number of its seed 1234567."""
+    hashed = scrambled(torch.tensor(1234567) + GOLDEN)
+    assert int(hashed) % 2 ** 64 == 6457827717110365317
+    E = exponentials(torch.cat([torch.zeros(1), draw_uniforms(499)]), 1000)
+    assert 0 < E.min() and E.max() < torch.inf and len(E.unique()) == E.numel()
+    assert evenness((-E).exp().flatten(), bins=100) > ALPHA
+
+
 @pytest.mark.parametrize("backup", ("neural", "random"))
 def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
     """Bit for bit the q that came with it: the condition of all proofs, after hits and misses."""
@@ -414,7 +501,8 @@ SETTINGS = [dict(temperature=1.4, top_k=4, downweight=0.5), *(  # the first also
         dict(temperature=1.0, top_p=0.9, backup="random", fan_out="2,1,1"),
         dict(temperature=0.7, downweight=0.5, fan_out="confident", backup="lookup"),
         dict(temperature=0.7, downweight=0.5, fan_out="confident", backup="random"),
-        dict(temperature=1.4, downweight=0.5, verification="block")))]
+        dict(temperature=1.4, downweight=0.5, verification="block"),
+        dict(temperature=1.4, top_k=4, downweight=0.5, verification="race")))]
 
 
 def test_the_statistic_accepts_the_truth_and_sees_four_percent():
@@ -568,6 +656,14 @@ MISTAKES = {
     "block verification that ends at the first rejection":
         (ideas.block, "block_verify", "(accepted * place).amax(1)",
          "accepted.long().cumprod(1).sum(1) - 1"),
+    "one noise of the race for all rounds and rows":
+        (ideas.race, "exponentials", "(uniforms * 2 ** 53)", "(0 * uniforms)"),
+    "a draft that draws by the numbers of the race that will judge it":
+        (DraftWorker, "pre_speculate", "uniforms = to_device(uniforms, device)",
+         "state = self.verifier.generator.get_state()"
+         "; coming = self.verifier.draw(rows, self.lookahead + 1)"
+         "; self.verifier.generator.set_state(state)"
+         "; uniforms = coming[:, :-1].T[..., None].expand_as(uniforms)"),
     "residual taken at the wrong position":
         (sampling, "verify", "q[row, num_accepted])", "q[row, num_accepted - 1])"),
     "bonus token drawn from p instead of the residual":
@@ -595,16 +691,17 @@ MISTAKES = {
 
 
 CONTROL = dict(temperature=0.7, downweight=0.5)
-UNCHANGED = ("the program as it is", "block verification")
+UNCHANGED = ("the program as it is", "block verification", "verification by race")
 
 
 def planted(monkeypatch, name: str) -> dict:
     """Plant a mistake (none: UNCHANGED). Returns the settings that show it: mistakes about
-    look-ups and blocks are planted where these are chosen."""
+    look-ups, blocks and races are planted where these are chosen."""
     if name not in UNCHANGED:
         replace_line(monkeypatch, *(MISTAKES | HARMLESS)[name][:4])
+    rules = [rule for rule in VERIFICATIONS if rule in re.findall(r"\w+", name)]
     return CONTROL | {"backup": "lookup" if "look-ups" in name else "neural",
-                      "verification": "block" if "block" in name else "token"}
+                      "verification": next(iter(rules), "token")}
 
 
 def p_value_with(name: str, samples: int = 20_000) -> float:
@@ -674,7 +771,7 @@ def decode_here(jobs: list[Settings], target, draft, batches: list) -> list:
 @slow
 @pytest.mark.parametrize("count, jobs", (
     (2, [dict(temperature=0), dict(temperature=1, downweight=0.7, fan_out="confident")]),
-    (3, [dict(temperature=1, downweight=0.7, budget=3, backup="random")])))
+    (3, [dict(temperature=1, downweight=0.7, budget=3, backup="random", verification="race")])))
 def test_ranks_write_bit_for_bit_the_text_of_one_process_with_the_same_hits(count, jobs):
     """And q arrives bit for bit: it must be what the tokens were drawn from, not what it is rounded
     to. With three ranks two hold the whole target each, here: they compute the same."""
@@ -709,6 +806,27 @@ def test_a_draft_may_draw_from_a_wider_q():
 # ======== Speed ========
 
 # ---- 6. the speculation cache (section 4.1), Saguaro sampling (4.2), and what they are worth ----
+def test_a_draft_that_is_its_target_foresees_every_bonus_token():
+    """By its copy of the target's random numbers, in every round of every batch, with any shape."""
+    target = random_model()
+    hits = []
+    for fan_out, rule in (("geometric", "race"), ("confident", "race"), ("confident", "block")):
+        decoder = make_decoder(target, target, max_new_tokens=30, temperature=0.8, top_k=9,
+                               budget=4, fan_out=fan_out, verification=rule)
+        for prompts in (RAGGED, RAGGED[:1], RAGGED[1:]):
+            decoder(prompts)
+        hits.append(decoder.stats.summary()["hit_rate"])
+    assert hits[:2] == [1, 1] and hits[2] < 0.9
+
+
+def test_greedy_a_race_draws_nothing_and_guesses_as_ever():
+    target = random_model()
+    draft = imitation(target, 0.15)
+    seen = [texts_and_rounds(make_decoder(target, draft, verification=rule), RAGGED)
+            for rule in VERIFICATIONS]
+    assert all(each == seen[0] for each in seen)
+
+
 def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
     """Of integers: here the power law must also say something of F = 0, which counts as 2. And the
     uniform one is as even as these can be."""

@@ -286,7 +286,7 @@ def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
 # ---- rounds on GPUs ----
 
 ROUNDS = ({}, dict(temperature=1, top_k=20, top_p=0.9, downweight=0.5), dict(backup="lookup"),
-          dict(temperature=1, backup="lookup", fan_out="confident"),
+          dict(temperature=1, backup="lookup", fan_out="confident", verification="race"),
           dict(temperature=1, backup="random"))
 BATCHES = (RAGGED[:1], RAGGED[:3], RAGGED[:1])  # in new buffers, and in those of more rows
 
@@ -393,11 +393,11 @@ def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus, tmp_path):
     assert finding.tokens == 480 and min(finding.p_values.values()) > ALPHA
 
 
-def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
+def waits_of_a_round(gpus, temperature: float, rule: str) -> dict[str, int]:
     """A rank's job: how often the host waits for the GPU in each step of a round that hits."""
     gpus()
     model = copy.deepcopy(random_model()).to("cuda:0")
-    decoder = make_decoder(model, model, temperature=temperature)
+    decoder = make_decoder(model, model, temperature=temperature, verification=rule)
     record = run_rounds(decoder, RAGGED[:1], 2)
     draft = decoder.draft
     sequences = Sequences(RAGGED[:1], 20, 64, [])
@@ -423,11 +423,11 @@ def waits_of_a_round(gpus, temperature: float) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("gpus", on_gpus())
-@pytest.mark.parametrize("temperature", (0, 1))
-def test_how_often_the_host_waits_for_the_gpu(gpus, temperature):
+@pytest.mark.parametrize("temperature, rule", ((0, "token"), (1, "token"), (1, "race")))
+def test_how_often_the_host_waits_for_the_gpu(gpus, temperature, rule):
     """For the outcome; for the tokens that were verified, twice; for guesses."""
     waits = {"verify": 1, "tell the outcome": 1, "pre-speculate": 1, "answer": 1}
-    assert in_ranks(1, waits_of_a_round, gpus, temperature) == [waits]
+    assert in_ranks(1, waits_of_a_round, gpus, temperature, rule) == [waits]
 
 
 DECODING = """
