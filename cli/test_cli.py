@@ -62,7 +62,15 @@ from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
 from run.screen import Display, print_summary
 from run.stats import Stats
-from testing.shared import RAGGED, imitation, in_ranks, make_decoder, random_model, windowed
+from testing.shared import (
+    RAGGED,
+    greedy_reference,
+    imitation,
+    in_ranks,
+    make_decoder,
+    random_model,
+    windowed,
+)
 
 if os.name == "nt":
     pytest.skip("tests of processes and signals need POSIX: use WSL", allow_module_level=True)
@@ -171,6 +179,7 @@ WRONG = {  # a command, and what is said about it
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
     "--fan-out 4,3,2,1": "[4, 3, 2, 1] is not 5 numbers, F_0 to F_K, of sum 10",
+    "--fan-out 4,2,1,1,1,1": "[4, 2, 1, 1, 1, 1] is not 5 numbers",
     "--fan-out 4,3,2,1,-2": "neither " + " nor ".join([
         *cache.FAN_OUT_POLICIES, *SPECULATORS, "numbers"]),
     "--fan-out 4,,3": "''",
@@ -297,7 +306,8 @@ def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(proble
     (dict(fan_out=[4, 3]), "--fan-out: invalid str value: [4, 3]"),
     (dict(ignore_eos="false"), "--ignore-eos: invalid bool value: 'false'"),
     (dict(prompt=("a", 1)), "--prompt: invalid str value: 1"),
-    (dict(temperature=1e-9), "must be 0 or at least 1e-6")), ids=str)
+    (dict(temperature=1e-9), "must be 0 or at least 1e-6"), (dict(top_p=0), "--top-p is 0")),
+    ids=str)
 def test_settings_made_in_python_are_checked_too(wrong, sentence):
     with pytest.raises(UserError, match=re.escape(sentence)):
         Settings(**wrong)
@@ -329,7 +339,9 @@ def make_two_jobs(own: bool) -> list:
         texts = decoder(RAGGED[:1])
     said = []
     rank = job.placement.rank
-    for prompts in (RAGGED[:1 + rank], RAGGED[rank:1 + rank], RAGGED[rank:1]):
+    long = torch.full((4, 300), 7)  # of more than 1,000 numbers `repr` leaves out the middle
+    long[1, 150] += rank
+    for prompts in (RAGGED[:1 + rank], RAGGED[rank:1 + rank], RAGGED[rank:1], long):
         with pytest.raises(UserError) as problem:
             decoder(prompts)
         said.append(str(problem.value))
@@ -342,7 +354,7 @@ def test_a_script_of_several_ranks_may_make_two_jobs_and_has_the_same_prompts(ow
     texts = Decoder(here.settings, here.load())(RAGGED[:1])
     (written, said), (_, other) = in_ranks(2, make_two_jobs, own)
     assert written == texts
-    assert said == other == 3 * ["all ranks must call a decoder with the same prompts"]
+    assert said == other == 4 * ["all ranks must call a decoder with the same prompts"]
 
 
 def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
@@ -359,6 +371,9 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
         shown = capsys.readouterr().out
         assert ("tokens per second" in shown) == (mode != "ssd") == ("in turns" not in shown)
         assert ("cache hit rate" in shown) == (mode == "ssd") and "hidden" not in shown
+        job.settings.verification = "block"
+        print_summary(job, summary)
+        assert "acceptance" not in capsys.readouterr().out
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -377,15 +392,15 @@ def end_texts_from_outside(decoder: Decoder | None = None) -> list:
 
     def fail(row: int, *_) -> None:
         if heard.append(row) or heard.count(0) > 2:
-            raise ConnectionError("the client is gone")
+            raise KeyboardInterrupt("the client is gone")
 
     ended = decoder(RAGGED[:3], on_tokens), decoder.finish_reasons
     heard.clear()
     problem = None
     try:
         decoder(RAGGED[:3], fail)
-    except ConnectionError as raised:
-        problem = str(raised)
+    except KeyboardInterrupt as raised:
+        problem = str(raised), decoder.finish_reasons
     return [*ended, problem, heard.count(0), decoder(RAGGED[:3])]
 
 
@@ -399,7 +414,7 @@ def test_whoever_hears_the_tokens_may_end_a_text_or_fail(ranks):
     assert list(map(len, whole)) == [20] * 3 and reasons == ["length", "stop", "length"]
     assert [ended[0], ended[2]] == [whole[0], whole[2]]
     assert ended[1] == whole[1][:len(ended[1])] and 1 < len(ended[1]) <= 6
-    assert (problem, rounds) == ("the client is gone", 3)
+    assert (problem, rounds) == (("the client is gone", 3 * ["stop"]), 3)
 
 
 def test_a_text_that_has_ended_is_not_ended_again():
@@ -408,6 +423,10 @@ def test_a_text_that_has_ended_is_not_ended_again():
     decoder.eos = [decoder(RAGGED[:1])[0][7]]
     assert decoder(RAGGED[:1], lambda row, new, _: not set(new) & set(decoder.eos))
     assert decoder.finish_reasons == ["eos"]
+    decoder.models.target.model = copy.copy(target)
+    decoder.models.target.model.generation_config = SimpleNamespace(eos_token_id=decoder.eos)
+    further = Decoder(replace(decoder.settings, ignore_eos=True), decoder.models)
+    assert len(further(RAGGED[:1])[0]) == 20
 
 
 @pytest.mark.parametrize("prompts, sentence", (
@@ -416,6 +435,13 @@ def test_a_text_that_has_ended_is_not_ended_again():
 def test_prompts_made_in_python_are_checked_too(prompts, sentence):
     with pytest.raises(UserError, match=sentence):
         make_decoder(random_model(), mode="ar")(prompts)
+
+
+def test_prompts_may_be_longer_than_those_of_the_job():
+    job = Job(Settings(prompt="x", max_new_tokens=4, dtype="float64"))
+    models = job.load()
+    texts = Decoder(job.settings, models)([[5] * 99])
+    assert texts == greedy_reference(models.target.model, [[5] * 99], 4)
 
 
 @pytest.mark.parametrize("mode", ("sd", "ssd"))
@@ -434,6 +460,7 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     names = {"geometric", "uniform", "confident", "neural", "lookup", "random"}
     assert names <= {*cache.FAN_OUT_POLICIES, *draft_worker.BACKUPS, *SPECULATORS}
     assert run.decoder.acceptance_after(Settings(), "lookup") == 0.2, "as --help says"
+    assert run.decoder.acceptance_after(Settings(backup_acceptance_rate=0), "lookup") == 0
     assert all(name in output for name in names)
 
 
@@ -518,6 +545,8 @@ def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
     _, (first, second), _ = read_output(tmp_path / "out")
     assert first.items() >= {"prompt": "def f(x):", "task_id": "T/0", "answer": [1]}.items()
     assert first["text"] != "x" and second["tokens"] != "ours"
+    for line in (first, second):  # each is a batch
+        assert len(line["group"]) == len(line["tokens"])
     assert not second.keys() & {"settings", "statistics"}
 
 
@@ -561,9 +590,9 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
     summary = Stats(log=[(0, 0.0, 1.0, [row]), (1, 1.0, 1.5, [row])]).summary()
     assert summary["tokens_per_second"] == 4
     screen.print_times(Settings(batch_size=2), summary | {
-        "T_p": 0.5, "T_b": 0.5, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5,
-        "E_hit": 3, "E_miss": 3})
-    assert "2.18   x autoregressive with these values, 1.09 x SD" in capsys.readouterr().out
+        "T_p": 1.5, "T_b": 0.25, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5,
+        "E_hit": 3, "E_miss": 2})
+    assert "1.90   x autoregressive with these values, 0.79 x SD" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("prompt, text, shown", (
@@ -1214,7 +1243,7 @@ def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, ch
     """And a prompt that reaches beyond is refused."""
     decoder = make_decoder(fresh_model(family, **changes), mode="ar", max_new_tokens=30)
     [text] = decoder([[1, 2]])
-    assert len(text) == 14
+    assert len(text) == 14 and decoder.finish_reasons == ["context"]
     with pytest.raises(UserError, match="context, 16"):
         decoder([[1] * 16])
 

@@ -549,6 +549,12 @@ def test_a_model_that_somebody_else_trains_keeps_its_dropout():
     assert not one.equal(other)
 
 
+def test_a_model_in_training_mode_decodes_without_dropout():
+    model = random_model.__wrapped__(attention_dropout=0.5)
+    expected = greedy_reference(model, RAGGED, 8)
+    assert make_decoder(model.train(), mode="ar", max_new_tokens=8)(RAGGED) == expected
+
+
 # ---- CUDA graphs ----
 
 @pytest.mark.parametrize("family, changes", (
