@@ -638,15 +638,11 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
             assert re.search(row + r"\|".join(ratios), readme)
 
 
-def test_readme_tells_how_many_mistakes_are_found():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"{len(test_equivalence.MISTAKES)} mistakes planted" in readme
-    assert f"plants the {len(test_equivalence.MISTAKES)} mistakes" in readme
-
-
 def test_readme_and_porting_name_what_exists():
-    """Functions as `module.function` or `Class.method`, and options; tests."""
+    """Functions as `module.function` or `Class.method`, and options; tests; planted mistakes."""
     text = (ROOT / "README.md").read_text("utf-8")
+    assert f"{len(test_equivalence.MISTAKES)} mistakes planted" in text
+    assert f"plants the {len(test_equivalence.MISTAKES)} mistakes" in text
     modules = {name: importlib.import_module(name) for name in (
         "sampling", "cache", "target_worker", "draft_worker", "saguaro")}
     classes = {name: value for module in modules.values() for name, value in vars(module).items()}
