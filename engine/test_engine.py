@@ -227,7 +227,7 @@ def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
 
 @pytest.mark.parametrize("T_p, advice", (
     (1.0, "hidden behind it"), (1.2, "the target waits unless --lookahead is at most 3"),
-    (1.9, "--lookahead is at most 1"), (3.0, "--lookahead is at most 0")))
+    (1.9, "--lookahead is at most 1"), (3.0, "waits with every --lookahead")))
 def test_the_summary_says_which_lookahead_would_be_hidden(T_p, advice, capsys):
     print_times(Settings(lookahead=4), {"T_p": T_p, "T_b": None, "seconds": 1})
     assert advice in capsys.readouterr().out
