@@ -2,8 +2,9 @@
 
 SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, speeds
 are measured as they are. Elsewhere the passes of the models are paced: they take five times as long
-as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies; it measures
-no GPU. Speed is that of decoding, without prefill.
+as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies, and
+measures no GPU. It flatters SSD, since messages and Python do not take five times as long. Speed is
+that of decoding, without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
@@ -42,6 +43,7 @@ from ideas import SPECULATORS
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import gather
+from run.screen import KEPT, TOO_SLOW
 from run.stats import Stats, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
@@ -519,6 +521,8 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
     print(f"\n{title}", flush=True)
     for first, *others in lines:
         print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
+    if any((row.get("pace_kept") or 1) < KEPT for row in rows):
+        print(TOO_SLOW)
 
 
 def compare_with_logs() -> None:

@@ -305,7 +305,7 @@ def test_block_verification_has_the_targets_joint_distribution():
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_a_decoder_verifies_as_it_is_told(rule):
-    decoder = make_decoder(random_model(), mode="ar", verification=rule)
+    decoder = make_decoder(random_model(), mode="ar", temperature=1, verification=rule)
     assert decoder.target.rule is VERIFICATIONS[rule]
 
 

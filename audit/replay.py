@@ -126,7 +126,8 @@ def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorL
 def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.Tensor]:
     """Return the target's logits `[T, V]` before every new token of each text, by one ordinary
     forward pass per batch. Nothing of this project has a part in it."""
-    bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", disable=None)
+    bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", mininterval=5,
+               delay=5)
     for start in range(0, len(texts), batch_size):
         batch = texts[start:start + batch_size]
         read = [torch.tensor((text.prompt + text.tokens)[:-1]) for text in batch]

@@ -4,6 +4,7 @@ torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's
 standard input of that one is a pipe in which nothing is written: it closes when rank 0 ends,
 however that ends. The two meet in a folder that no other account may read.
 """
+import builtins
 import gc
 import importlib
 import os
@@ -13,14 +14,14 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator
 
 from tqdm import tqdm
 
 from cli.settings import DecodingSettings, parse
-from engine import PRIVATE
+from engine import PRIVATE, until_exit
 from engine.errors import UserError, first_line, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
@@ -37,16 +38,19 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
         if was_started():
             threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
-            draft.enter_context(second_rank(module))
+            start_second_rank(module)
         if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
 
-    with ExitStack() as draft:
-        status = exit_status(main)
-        if status == 0 and sys.modules["torch.distributed"].is_initialized():
-            sys.modules["torch.distributed"].destroy_process_group()
-    sys.exit(status)
+    if hasattr(builtins, "__IPYTHON__"):  # its process, and its Ctrl-C, are not ours to change
+        sys.exit(f"in IPython and notebooks start it as !python {Path(sys.argv[0]).name}")
+    status = exit_status(main)
+    if status == 0 and sys.modules["torch.distributed"].is_initialized():
+        sys.modules["torch.distributed"].destroy_process_group()
+    if status or was_started():
+        leave(status)
+    sys.exit(0)  # Python's own end, for whoever profiles or debugs
 
 
 def prepare_process() -> None:
@@ -55,6 +59,8 @@ def prepare_process() -> None:
     # the first process of a container gets no signal for which it has no handler
     ends = signal.SIG_DFL if os.getpid() > 1 else lambda *_: leave(128 + signal.SIGINT)
     signal.signal(signal.SIGINT, ends)
+    if hasattr(signal, "SIGCHLD"):  # where a launcher ignores it, no status would be heard
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
@@ -63,25 +69,18 @@ def prepare_process() -> None:
     tqdm.set_lock(threading.RLock())  # its own lock, for processes, would outlive Ctrl-C
 
 
-@contextmanager
-def second_rank(module: str) -> Iterator[None]:
-    """Be rank 0 of two, beside a rank 1 that runs the same command. They use nothing but this
-    machine's loopback. In the end rank 1 is gone."""
+def start_second_rank(module: str) -> None:
+    """Be rank 0 of two, beside a rank 1 that runs the same command, and leaves when this process
+    has ended. They use nothing but this machine's loopback."""
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                    STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own number of threads
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
     draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
                              env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
-    try:
-        yield
-    finally:
-        draft.stdin.close()
-        remove_store()
 
 
 def was_started() -> bool:
@@ -89,16 +88,17 @@ def was_started() -> bool:
     return STORE in os.environ and os.environ.get("RANK") == "1"
 
 
-def remove_store() -> None:
-    with suppress(OSError, KeyError):
+def leave(status: int) -> None:
+    """Exit at once, from any thread. Python's own end can take ten seconds. Meanwhile the groups
+    would be closed, and the other ranks would blame this one in their own words."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, KeyError):  # where the ranks have met
         store = Path(os.environ[STORE])
         store.unlink(missing_ok=True)
         store.parent.rmdir()
-
-
-def leave(status: int) -> None:
-    """Exit at once, from any thread."""
-    remove_store()
+    if until_exit:
+        until_exit.cleanup()
     os._exit(status)
 
 
@@ -110,10 +110,9 @@ def exit_status(main: Callable[[], None]) -> int:
     except UserError as problem:
         report(f"error: {problem}")
         return 2
-    except OSError as problem:  # standard output is closed, or a disk is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if isinstance(problem, BrokenPipeError):
-            return 141
+    except BrokenPipeError:  # standard output is closed
+        return 141
+    except OSError as problem:  # a disk is full
         report(problem)
         return 1
     except (RuntimeError, MemoryError, ImportError) as problem:
@@ -139,11 +138,11 @@ def report(problem: Exception | str) -> None:
 # ---- threads that watch ----
 
 def exit_with_draft(draft: subprocess.Popen) -> None:
-    """Exit when the draft's rank has failed, unless rank 0 has ended it. It says why if it can."""
+    """Exit when the draft's rank has failed. It says why if it can."""
     status = draft.wait()
-    if status and not draft.stdin.closed:
-        if status < 0:
-            report(f"the draft's rank has ended with status {status}")
+    if status < 0:
+        report(f"the draft's rank has ended with status {status}")
+    if status:
         leave(2 if status == 2 else 1)
 
 

@@ -44,7 +44,7 @@ class DecodingSettings:
     """Holds the options that all commands share."""
     target: str = option(
         "models", str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
-    draft: str = option("models", str(TINY / "draft"), "draft model with the target's vocabulary")
+    draft: str = option("models", str(TINY / "draft"), "draft model with the target's tokenizer")
     apply_chat_template: bool = option(
         "text", False, "make each prompt a user turn of the chat template")
     lookahead: int = option("method", 4, "K, tokens drafted per round", min=1, max=64)
@@ -55,7 +55,8 @@ class DecodingSettings:
         "sampling", 1.0, "sample among the likeliest tokens of total probability P", min=1e-9,
         max=1, metavar="P")
     seed: int = option(
-        "sampling", 0, "same seed, flags and machine: same text", min=0, max=2 ** 30 - 1)
+        "sampling", 0, "same seed, flags, machine and library versions: same text", min=0,
+        max=2 ** 30 - 1)
     budget: int = option(
         CACHE, 12, "outcomes prepared for per round and row, the sum of the fan-out; 0: "
         "plain speculative decoding", min=0, max=4096)
@@ -154,7 +155,8 @@ class Settings(DecodingSettings):
         choices=("ssd", "sd", "ar"))
     verification: str = option(
         "method", "token", "what accepts drafted tokens: token (each by itself, as in the paper), "
-        "or block (all together: Sun et al. 2024)", metavar="NAME")
+        "block (all together: Sun et al. 2024), or race (block, and the draft foresees the bonus "
+        "token)", metavar="NAME")
 
 
 # ---- the command line ----
@@ -210,7 +212,11 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     return rows
 
 
-def open_for_writing(flag: str, path: str | None, mode: str = "w") -> TextIO:
-    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`."""
+def open_for_writing(flag: str, path: str | None, mode: str = "w",
+                     prompts: str | None = None) -> TextIO:
+    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
+    that fails, or would lose the file of --prompts."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
+        if path and prompts and os.path.exists(path) and os.path.samefile(path, prompts):
+            raise ValueError("it is the file of --prompts")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")

@@ -47,8 +47,9 @@ def check_model(model: CausalLM) -> None:
     plain = plain[:, -3:]
     rounding = min(rms(stepwise - plain), rms(plain) / 20)  # seen in 105 families: 3% at most
     if differ(slotted, plain, rounding):
-        raise UserError(f"{family} models give other logits with KV slots and tree attention, so "
-                        "their text would be wrong")
+        given = f"with {' and '.join(windows)} in config.json " if windows else ""  # may be stray
+        raise UserError(f"{given}{family} models give other logits with KV slots and tree "
+                        "attention, so their text would be wrong")
 
 
 def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
+import threading
 from typing import Callable
 
 import torch
@@ -46,7 +47,9 @@ PENALTIES = {  # what else changes `generate`'s text, and the value that changes
 WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
-SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]  # the attention of most models
+LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
+# the attention of most models; it is ours already if this module is loaded again
+SDPA = globals().get("SDPA", ALL_ATTENTION_FUNCTIONS["sdpa"])
 logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
 
 
@@ -80,7 +83,7 @@ class KVCache:
         return [buffer[:, :, :self.used] for buffer in buffers]
 
     def get_seq_length(self, *_) -> int:
-        return 0  # some models number positions by it; we always give them
+        return 0  # some models number positions by it; we give them (see `context_length`)
 
 
 class CausalLM:
@@ -140,8 +143,10 @@ class CausalLM:
         self.kv.slot_mapping = slots
         self.kv.used = visible.shape[-1]
         mask = attention_mask(self.model.config.get_text_config(), positions, visible, self.dtype)
-        return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
-                          use_cache=True, logits_to_keep=keep, **{self.cache_name: self.kv}).logits
+        with torch.autocast(self.device.type, enabled=False):  # --dtype decides, as of the buffers
+            return self.model(input_ids=tokens, position_ids=positions, attention_mask=mask,
+                              use_cache=True, logits_to_keep=keep,
+                              **{self.cache_name: self.kv}).logits
 
     def causal(self, tokens: torch.Tensor, start: torch.Tensor,
                logits: bool = True) -> torch.Tensor:
@@ -247,7 +252,7 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
          device: torch.device | str) -> PreTrainedModel:
     """Load a checkpoint (Hub id or folder)."""
-    with reported_as(f"cannot load {path}"):
+    with LOADING, reported_as(f"cannot load {path}"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
             trust_remote_code=False)
@@ -264,13 +269,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def context_length(config: PretrainedConfig) -> int:
     """Return the most tokens that a text may have, prompt included. Beyond that, positions have no
-    embedding, or all are embedded anew (longrope), or tokens are dropped (Doge). Raises `UserError`
-    for a model that is no decoder with a context, or has layers that do not attend."""
+    embedding, or all are embedded anew (longrope), or tokens are dropped (Doge), or attention is
+    scaled by a position that the model asks its cache for (Llama 4). Raises `UserError` for a model
+    that is no decoder with a context, or has layers that do not attend."""
     text = config.get_text_config()
     ropes = getattr(text, "rope_parameters", None) or {}
     ropes = (ropes, *ropes.values())  # one for all layers, or one for every type of layer
     limits = [rope["original_max_position_embeddings"] for rope in ropes
               if isinstance(rope, dict) and rope.get("rope_type") == "longrope"]
+    if getattr(text, "attn_temperature_tuning", False):
+        limits.append(text.floor_scale - 1)
     context = getattr(text, "max_position_embeddings", None)
     others = ", ".join(sorted(layer_types(text) - FIRST_SEEN.keys()))
     if config.is_encoder_decoder or context is None or others:

@@ -9,6 +9,7 @@ one all-reduce after every B adds the parts up. The architecture's `config.base_
 which layers these are. Other known layers take and give whole activations, and stay whole.
 """
 import re
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -40,14 +41,17 @@ def check_shardable(config: PretrainedConfig, ranks: int) -> None:
 
 
 def split(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Cut the linear layers of a whole model down to this process's share."""
+    """Cut the linear layers of a whole model down to this process's share. The layers meet in the
+    group, but do not hold it: PyTorch does, until it is left."""
+    group_of_layers = weakref.ref(group)
+
     def share(parameter, dimension):
         parts = parameter.data.unflatten(dimension, (group.size(), -1))
         return nn.Parameter(parts.select(dimension, group.rank()).clone())  # frees the whole
 
     @torch.compiler.disable  # ranks meet here, whatever each of them has compiled
     def add_up(layer, inputs, output):
-        dist.all_reduce(output, group=group)
+        dist.all_reduce(output, group=group_of_layers())
 
     plan = model.config.get_text_config().base_model_tp_plan
     for name, layer in model.get_decoder().named_modules():

@@ -6,6 +6,7 @@ that have `on_gpus` run on these, too.
 """
 import copy
 import gc
+import importlib
 import json
 import os
 import re
@@ -68,8 +69,11 @@ COMPILE = torch.nn.Module.compile  # with "eager" layers are traced as on a GPU,
 
 
 @pytest.fixture(autouse=True)
-def threads_as_they_are(monkeypatch):
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+def threads(monkeypatch) -> list[int]:
+    """The numbers of threads that were set, in vain."""
+    numbers = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    return numbers
 
 
 @pytest.fixture
@@ -131,7 +135,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_every_rank_finds_its_place(name, monkeypatch):
+def test_every_rank_finds_its_place(name, monkeypatch, threads):
     """On a machine of 8 cores. The GPUs need not exist: nothing is computed."""
     num_gpus, capability, (mode, *environment), *expected = PLACEMENTS[name]
     variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
@@ -142,26 +146,46 @@ def test_every_rank_finds_its_place(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(capability, 1))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.backends.cuda.enable_cudnn_sdp(True)
     here = Placement(Settings(mode=mode))
     dtype = Job.dtype.fget(SimpleNamespace(settings=Settings(), placement=here))
-    assert [str(here.device), here.threads, dtype] == expected
+    assert [str(here.device), threads[-1], dtype] == expected
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "it plans anew for every length of text"
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
-    assert Placement(Settings(mode=mode, pace=(60, 8))).threads == 1
-    # a notebook: one thread, unless its user chose
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert Placement(Settings(mode=mode)).threads == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert Placement(Settings(mode=mode, device="cpu")).threads == 5
+
+
+def test_threads_are_the_cores_of_a_rank_unless_somebody_chose(monkeypatch, threads, tmp_path):
+    """Of 8 cores. torchrun chooses one thread where nobody did."""
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(placement, "CPU_QUOTA", quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(os.environ["OMP_NUM_THREADS"]))
+    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
+    for variables, allowed, expected in (
+            ({}, "max 100000", 8), ({}, "300000 100000", 3), ({}, "50000 100000", 1),
+            ({"OMP_NUM_THREADS": "5"}, "max 100000", 5), ({"OMP_NUM_THREADS": "1"}, "", 1),
+            ({"OMP_NUM_THREADS": "5"}, "300000 100000", 3),
+            ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "1"}, "", 8)):
+        quota.write_text(allowed)
+        with monkeypatch.context() as patch:
+            patch.delenv("OMP_NUM_THREADS", raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            Placement(Settings(mode="ar", device="cpu"))
+            assert threads.pop() == expected
+            Placement(Settings(mode="ar", device="cpu", pace=(60, 8)))
+            assert threads.pop() == 1
+    monkeypatch.delenv("GOMP_SPINCOUNT")  # a script, or a notebook: its threads are its own
+    Placement(Settings(mode="ar"))
+    assert not threads
 
 
 def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     """A rank's job: the devices of all ranks; and what joining does: the device made current (NCCL
     takes that one), or cores of its own, the groups, and the messages that connect them."""
     fake_gpus()
+    init_process_group = dist.init_process_group
     new_group = dist.new_group
     all_reduce = dist.all_reduce
     done = []
@@ -169,9 +193,13 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     def refuse():
         raise PermissionError("as some sandboxes do")
 
-    def record_group(ranks=None, timeout=None, backend=None):
-        if ranks:  # the others are for loading
-            done.append(f"{backend} {len(ranks)}")
+    def record_default(*given, timeout, **named):
+        assert timeout.days, "rank 0 may be stopped for long, as by Ctrl-Z"
+        init_process_group(*given, timeout=timeout, **named)
+
+    def record_group(ranks, timeout, backend):
+        assert timeout.days
+        done.append(f"{backend} {len(ranks)}")
         return new_group(ranks, timeout, backend)
 
     def record_watch(waits, seconds, limit):
@@ -184,6 +212,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
     placement.watch = record_watch
     os.sched_getaffinity = lambda _: set(range(8))
     os.sched_setaffinity = lambda _, cores: done.append(f"cores {cores}") or refuse()
+    dist.init_process_group = record_default
     dist.new_group = record_group
     dist.all_reduce = lambda tensor, *how, group=None: (
         done.append(f"from {tensor.device}") if group else all_reduce(tensor, *how))
@@ -218,6 +247,23 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
     hint, end = capsys.readouterr().err.splitlines()
     assert hint == "it waits for NCCL" and statuses == [2]
     assert end.endswith(": error: 0.4 seconds are over: it waits for NCCL")
+
+
+def reload_the_engine() -> list[list[int]]:
+    importlib.reload(engine.model)
+    return greedy_reference(random_model.__wrapped__(), RAGGED, 4)
+
+
+def test_the_engine_may_be_loaded_again_and_any_model_attends():
+    """As in a notebook, after an edit."""
+    assert in_ranks(1, reload_the_engine) == [greedy_reference(random_model(), RAGGED, 4)]
+
+
+def test_models_are_loaded_one_at_a_time(monkeypatch):
+    """Transformers changes what all its models share, and a page may have two sessions."""
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
+                        lambda *_, **__: (engine.model.LOADING.locked(), {"missing_keys": set()}))
+    assert load("a model", None, torch.float32, "cpu") is True
 
 
 def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
@@ -542,6 +588,16 @@ def test_a_short_text_after_a_long_one_captures_nothing(family, changes, fake_gr
     left = graphs_alive()
     gc.enable()
     assert left == before - ours, "NCCL would wait for the end of those with all-reduces"
+
+
+@pytest.mark.parametrize("wheres", ((True, False), (False, True)))
+def test_buffers_are_of_the_models_type_inside_and_outside_of_autocast(wheres):
+    target = copy.deepcopy(random_model()).float()
+    decoder = make_decoder(target, imitation(target, 0.1), dtype="float32", max_new_tokens=8)
+    for inside in wheres:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            texts = decoder(RAGGED)
+        assert texts == greedy_reference(target, RAGGED, 8)
 
 
 def test_buffers_for_more_rows_keep_the_slots_of_a_longer_text():

@@ -3,10 +3,14 @@
     python -m figures.draw results.json     draws them again, from what --out has written
 """
 import json
+import os
 from pathlib import Path
 from statistics import LinearRegression, linear_regression
 
+os.environ["MPLBACKEND"] = "agg"  # figures are files, also where a notebook's shell names another
+
 import torch
+from matplotlib import pyplot
 
 from cache import critical_batch_size, throughput
 from cli.launch import exit_status
@@ -45,7 +49,6 @@ PANELS = {  # x and y
 
 def figure(folder: str, name: str, found: list[dict]) -> None:
     """Draw the rows of a figure as folder/name.svg."""
-    from matplotlib import pyplot  # here, because only sweeps need it
     rows, columns, *inches = LAYOUTS.get(name, (1, 2, 7, 3.2))
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
              "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",

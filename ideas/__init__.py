@@ -5,6 +5,7 @@ elsewhere), and adds itself, by a name that an option takes, to one of these:
     --fan-out       cache.FAN_OUT_POLICIES  F_0..F_K of all rounds: (budget, K, a, r) -> K+1 ints
                     SPECULATORS             of each round: a kind of DraftWorker, see confident.py
     --verification  VERIFICATIONS           what accepts, as `sampling.verify`
+                    GUESSERS                how the draft then guesses: a kind of DraftWorker
 
 A backup's q `[B, K, V]` is as wide as `draft.q_template`: V = 0 for a greedy draft's point masses.
 What is guessed, and when, changes the speed alone. A text stays the target's if
@@ -15,7 +16,7 @@ What is guessed, and when, changes the speed alone. A text stays the target's if
      itself. To drop drawn tokens whose q is small, for example, is to draw from another q.
 
 A new verification needs a proof of its own. The audit finds texts that break the rules; this writes
-about 16,000 tokens and audits them, in two minutes:
+about 16,000 tokens and audits them, in some minutes:
 
     for i in $(seq 8); do cat tiny/prompts.jsonl; done > many.jsonl
     python saguaro.py --temperature 1 --backup NAME --prompts many.jsonl --batch-size 16 \\
@@ -32,6 +33,7 @@ from sampling import verify
 ACCEPTANCE_RATES: dict[str, float] = {}  # a of what a backup drafts, if it is not 0.1
 SPECULATORS: dict[str, type[DraftWorker]] = {}
 VERIFICATIONS: dict[str, Callable] = {"token": verify}
+GUESSERS: dict[str, type[DraftWorker]] = {}  # of verifications that tell more, see race.py
 
 for module in iter_modules(__path__):
     import_module(f"{__name__}.{module.name}")

@@ -13,7 +13,7 @@ from sampling import inverse_cdf, point_mass, residual
 
 
 def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
-                 uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                 uniforms: torch.Tensor, draw=inverse_cdf) -> tuple[torch.Tensor, torch.Tensor]:
     """Verify as `sampling.verify` does, whose arguments and results these are. With w_0 = 1 and
 
         w_i = min(1, w_(i-1) p_i(s_i) / q_i(s_i))
@@ -51,7 +51,7 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     num_accepted = (accepted * place).amax(1)                               # [B]
     row = torch.arange(rows, device=p.device)
     r = residual(weighted[row, num_accepted], q[row, num_accepted])         # [B, V]
-    return num_accepted, inverse_cdf(r, uniforms[:, lookahead])             # [B], [B]
+    return num_accepted, draw(r, uniforms[:, lookahead])                    # [B], [B]
 
 
 VERIFICATIONS["block"] = block_verify

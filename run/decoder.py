@@ -10,7 +10,7 @@ from cache import FAN_OUT_POLICIES, choose_backup
 from cli.settings import Settings
 from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
-from ideas import ACCEPTANCE_RATES, SPECULATORS, VERIFICATIONS
+from ideas import ACCEPTANCE_RATES, GUESSERS, SPECULATORS, VERIFICATIONS
 from run.job import Job, Models, check_prompts
 from run.placement import gather
 from run.screen import Display
@@ -31,15 +31,19 @@ class Decoder:
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
+        # greedy, a token is right or wrong whatever stands beside it
+        verification = "token" if sampler.greedy else settings.verification
         self.target = None  # what is None is another rank's work, or nobody's
         if models.target:
             self.target = TargetWorker(models.target, sampler, settings.seed,
-                                       VERIFICATIONS[settings.verification])
+                                       VERIFICATIONS[verification])
         self.draft = None
         if models.draft and settings.mode != "ar":
-            given = (models.draft, sampler, settings.seed, plan)
             idea = SPECULATORS.get(settings.fan_out)
-            self.draft = idea(*given, settings=settings) if idea else DraftWorker(*given)
+            kinds = filter(None, (idea, GUESSERS.get(verification), DraftWorker))
+            more = {"settings": settings} if idea else {}
+            self.draft = type("Draft", tuple(kinds), {})(
+                models.draft, sampler, settings.seed, plan, **more)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
             dtype = torch.float64 if settings.dtype == "float64" else torch.float32

@@ -60,15 +60,15 @@ class Job:
         """Join the other ranks and load the models that this one holds."""
         placement = self.placement
         target = None
+        group = None
         if placement.world_size > 1:
             may_differ = ("prompts", "output", "trace", "out", "figures", "device")
             read = {"target": str(self.target_config), "draft": str(self.draft_config),
                     "prompt": str(self.prompts), "transformers": __version__}
-            placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
+            group = placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
         if placement.tp_size > 1:
             check_shardable(self.target_config, placement.tp_size)
         draft = self.load_draft() if placement.holds_draft else None
-        group = placement.tp_group
         for rank in range(placement.tp_size):  # in turns: host memory holds one whole target
             if rank == placement.rank:
                 device = "cpu" if group else placement.device
@@ -129,9 +129,13 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     with reported_as(f"the {'chat template' if chat else 'tokenizer'} cannot read the prompts"):
         if not chat:
             return tokenizer(texts)["input_ids"]
-        chats = [[{"role": "user", "content": text}] for text in texts]
-        return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
-                                             return_dict=True)["input_ids"]
+        texts = ["Saguaro", *texts]  # a template may ignore texts, or lists of parts: try
+        for contents in (texts, [[{"type": "text", "text": text}] for text in texts]):
+            trial, *chats = [[{"role": "user", "content": content}] for content in contents]
+            if "Saguaro" in tokenizer.apply_chat_template(trial, tokenize=False):
+                return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
+                                                     return_dict=True)["input_ids"]
+        raise ValueError("it drops them")
 
 
 def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:

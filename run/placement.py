@@ -1,10 +1,12 @@
 """Placement of ranks: devices, cores, process groups."""
 import atexit
 import json
+import math
 import os
 import secrets
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,10 @@ import torch.distributed as dist
 from cli.launch import STORE, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
+
+# A rank may load 140 GB, or be stopped by Ctrl-Z. The death of one closes its sockets: at once.
+PATIENCE = timedelta(days=1)
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and in how many
 
 
 class Placement:
@@ -36,33 +42,37 @@ class Placement:
         if may_use_gpus and local_rank < torch.cuda.device_count():
             self.device = torch.device("cuda", local_rank)
         self.devices = [str(self.device)]  # of all ranks
-        self.world_group = None  # gloo's, unless every rank has a GPU
-        self.tp_group = None  # of the ranks that hold the target, if there are several
+        self.world_group = None  # the default one, of gloo, unless every rank has a GPU
         cores = range(os.cpu_count() or 1)
         if hasattr(os, "sched_getaffinity"):
             cores = sorted(os.sched_getaffinity(0))
-        self.threads = max(1, len(cores) // local_world_size)
-        self.cores = cores[local_rank * self.threads % len(cores):][:self.threads]
-        if self.device.type == "cuda" or any(settings.pace):
-            self.threads = 1  # with several threads, one is late whenever another program runs
-        elif "GOMP_SPINCOUNT" not in os.environ:  # as in notebooks: threads that wait keep cores
-            self.threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else 1
-        torch.set_num_threads(self.threads)
+        share = max(1, len(cores) // local_world_size)
+        self.cores = cores[local_rank * share % len(cores):][:share]
+        if "GOMP_SPINCOUNT" in os.environ:  # a command; the threads of scripts are their own affair
+            threads = int(max(1, min(share, cpu_quota() / local_world_size)))
+            by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else None  # if nobody chose
+            if os.environ.get("OMP_NUM_THREADS") not in (None, by_torchrun):
+                threads = min(threads, torch.get_num_threads())
+            if self.device.type == "cuda" or any(settings.pace):
+                threads = 1  # of several, one is late whenever another program runs
+            torch.set_num_threads(threads)
         # cuDNN, which PyTorch prefers on Hopper, plans its attention anew for every length of text
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def join(self, asked: dict[str, Any]) -> None:
-        """Meet the other ranks. Groups with a GPU for every rank use NCCL, others gloo. Raises
-        `UserError`, on every rank, naming what differs if not all were `asked` the same."""
+    def join(self, asked: dict[str, Any]) -> dist.ProcessGroup | None:
+        """Meet the other ranks. Returns the group of those that hold the target, if there are
+        several. Groups with a GPU for every rank use NCCL, others gloo. Raises `UserError`, on
+        every rank, naming what differs if not all were `asked` the same."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             with suppress(OSError):  # some sandboxes forbid it
                 os.sched_setaffinity(0, self.cores)
-        waits = f"rank {self.rank} waits for {self.world_size - 1} others (WORLD_SIZE)"
+        waits = f"rank {self.rank} of {self.world_size} waits for the others to start"
         asked = {name: str(value) for name, value in asked.items()}
+        where = f" by {os.environ[STORE]} (in TMPDIR)" if STORE in os.environ else ""
         with (watch(waits, 10, 600),
-              reported_as("the ranks cannot meet", (RuntimeError, ValueError))):
+              reported_as(f"the ranks cannot meet{where}", (RuntimeError, ValueError))):
             if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
                 self.meet()
             ranks = gather((str(self.device), asked))
@@ -72,14 +82,13 @@ class Placement:
         self.devices = [device for device, _ in ranks]
         if "cpu" not in self.devices:
             self.world_group = self.new_group(self.world_size)
-        if self.tp_size > 1:
-            self.tp_group = self.new_group(self.tp_size)
+        return self.new_group(self.tp_size) if self.tp_size > 1 else None
 
     def meet(self) -> None:
-        """Join the default group. It is patient: a rank may have to load 140 GB."""
+        """Join the default group."""
         store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
         given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
-        dist.init_process_group("gloo", timeout=timedelta(days=1), **given)
+        dist.init_process_group("gloo", timeout=PATIENCE, **given)
         atexit.register(leave_groups)
         if store:  # gloo takes whoever connects first, from any account, for the other rank
             store.set(str(self.rank), secrets.token_hex())
@@ -92,7 +101,7 @@ class Placement:
     def new_group(self, size: int) -> dist.ProcessGroup:
         """Make a group of the first `size` ranks."""
         backend = "gloo" if "cpu" in self.devices[:size] else "nccl"
-        group = dist.new_group(list(range(size)), backend=backend)
+        group = dist.new_group(list(range(size)), PATIENCE, backend)
         if backend == "nccl" and self.rank < size:  # connects at the first message: now
             atexit.unregister(leave_groups)  # where graphs live, or a rank is gone, NCCL would wait
             with watch(f"rank {self.rank} waits for NCCL to connect {size} GPUs: try "
@@ -113,8 +122,17 @@ class Placement:
         return "cpu" not in peers
 
 
+def cpu_quota() -> float:
+    """Return how many cores a container may use at once, of those that it sees."""
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        allowed, period = CPU_QUOTA.read_text().split()
+        return int(allowed) / int(period)
+    return math.inf
+
+
 def leave_groups() -> None:
-    """Leave all groups. Gloo's threads need Python to drop what they sent: they end before it."""
+    """Leave all groups. Gloo's threads need Python to drop what they sent, and abort it if it is
+    ending. They live as long as their group does, so nothing of ours holds one that was left."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -20,6 +20,8 @@ REPORT = (
     ("acceptance_rate", "acceptance rate", ".2f", "of drafted tokens, up to the first rejection"),
     ("hit_rate", "cache hit rate", ".2f", "outcomes that the draft had prepared for"),
     ("verifier_utilisation", "verifier utilisation", ".2f", "the share of time spent verifying"))
+KEPT = 0.95  # of the passes, or times mean nothing
+TOO_SLOW = "  This machine was too slow for the pace: compare nothing with these times."
 
 
 def can_show_colours() -> bool:
@@ -45,9 +47,10 @@ class Display:
         self.stream = TextStream(job.tokenizer, job.prompts[0])
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
-        self.output = open_for_writing("--output", job.settings.output)
-        self.trace = open_for_writing("--trace", job.settings.trace)
-        write_line(self.output, {"settings": asdict(job.settings)})
+        settings = job.settings
+        self.output = open_for_writing("--output", settings.output, prompts=settings.prompts)
+        self.trace = open_for_writing("--trace", settings.trace, prompts=settings.prompts)
+        write_line(self.output, {"settings": asdict(settings)})
 
     def begin(self) -> None:
         """Show the prompt, if there is one."""
@@ -129,9 +132,10 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     """Print `Stats.summary()` and what it means."""
     settings = job.settings
     print(f"{summary['tokens']} tokens with {settings.mode}:")
-    says_nothing = {("hit_rate", "sd"), ("acceptance_rate", "block")}
+    says_nothing = ["hit_rate"] * (settings.mode == "sd")
+    says_nothing += ["acceptance_rate"] * (settings.verification != "token")  # a has no meaning
     for name, title, form, meaning in REPORT:
-        if not {(name, settings.mode), (name, settings.verification)} & says_nothing:
+        if name not in says_nothing:
             print_line(title, summary[name], form, meaning)
     if settings.mode == "sd":
         print_line("drafting (T_SD)", summary["T_b"], ".2f",
@@ -151,8 +155,8 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     kept = summary["pace_kept"]
     print_line("pace kept", kept, ".0%",
                "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
-    if kept is not None and kept < 0.95:
-        print("  This machine was too slow for the pace: compare nothing with these times.")
+    if kept is not None and kept < KEPT:
+        print(TOO_SLOW)
 
 
 def print_line(title: str, number: float | str | None, form: str, meaning: str) -> None:
@@ -163,7 +167,8 @@ def print_line(title: str, number: float | str | None, form: str, meaning: str) 
 
 def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
-    T_p, T_b = summary["T_p"], summary["T_b"]
+    T_p = summary["T_p"]
+    T_b = summary["T_b"]
     if summary["seconds"] is None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
