@@ -2,7 +2,6 @@
 file in one sentence what is wrong."""
 import copy
 import errno
-import io
 import json
 import math
 import re
@@ -92,6 +91,13 @@ def test_the_audit_accepts_the_truth_and_finds_each_bias_where_it_should(how):
     assert expected <= found_by
     assert expected or not found_by
     assert finding.impossible == 0
+
+
+def test_tokens_that_are_equally_likely_have_intervals_of_their_own():
+    tokens = (40 * draw_uniforms(4000)).long()
+    within = draw_uniforms(4000, seed=1)
+    told = replay(torch.zeros(4000, 40), tokens, warpers_of(1.0, 0, 1.0), within, [])
+    assert evenness(told.uniform, bins=20) > ALPHA
 
 
 def test_the_audits_p_values_of_the_truth_are_uniform():
@@ -189,7 +195,8 @@ def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folde
     settings = dict(target=target_folder, dtype="float64", top_p=1.0, **sampling)
     file = write_lines(tmp_path / "file.jsonl", texts_by_ssd(12, **sampling), settings)
     assert main([file, "--batch-size", "30"]) == 0
-    assert "Nothing found" in capsys.readouterr().out
+    said = capsys.readouterr().out  # all, round 0, four places after hits and after misses
+    assert "Nothing found" in said and f"below {10 * 16 * ALPHA:.0e}." in said
     for flags, said in ((["--temperature", "0.9"], "log p"), (["--top-k", "11"], "impossible"),
                         (["--top-k", "3"], "another tokenizer")):
         assert main([file, *flags]) == 1
@@ -269,6 +276,8 @@ BAD_FILES = {
     '{"prompt_tokens": [1], "tokens": [1], "settings": {}}': "have lines of their own",
     '{"prompt_tokens": [1], "tokens": [1], "statistics": 1}': "have lines of their own",
     json.dumps({"prompt_tokens": [1], "tokens": [1] * 128}): "129 tokens, and the target's context",
+    json.dumps({"settings": {"top_k": "\x1b[2J"}}) + '\n{"prompt_tokens": [1], "tokens": [1]}':
+        r"\x1b[2J",
 }
 
 
@@ -347,39 +356,7 @@ def test_the_first_line_tells_what_the_file_itself_says(target_folder, tmp_path,
         f"target {target_folder}, temperature 0.9, top_k 30, top_p 1.0, dtype float64, "
         "torch.float64, 200 texts; as the file says, unless you name --top-k")
     monkeypatch.setattr(sys, "stdout", None)  # closed: the status tells
-    assert audited(texts, target_folder, tmp_path, "--top-k", "29") == 1
-
-
-HOSTILE = "\x1b[2J\x9b\u202e\ud800\u00e9\r\nNothing found"
-SHOWN = r"\x1b[2J\x9b\u202e\ud800"
-
-
-@pytest.mark.parametrize("encoding, last", (("utf-8", "\u00e9"), ("ascii", r"\xe9")))
-def test_what_a_file_says_is_escaped_where_it_is_printed(encoding, last, target_folder, tmp_path,
-                                                         monkeypatch):
-    """In the names of groups, and in settings: in a finding and in an error."""
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
-    monkeypatch.setattr(sys, "stdout", streams[0])
-    monkeypatch.setattr(sys, "stderr", streams[1])
-    streams[1].reconfigure(errors="backslashreplace")  # as Python's is
-    text = Text([1], 90 * [4], 90 * [HOSTILE])
-    assert audited([text], target_folder, tmp_path, settings={"top_k": HOSTILE}) == 2
-    assert audited([text], target_folder, tmp_path) == 1
-    assert audited([text], target_folder, tmp_path, "--temperature", "0") == 1
-    path = write_lines(tmp_path / "file.jsonl", [text], dict(target=HOSTILE, temperature=1))
-    assert main([path]) == 2
-    for stream, times in zip(streams, (4, 2)):
-        printed = stream.buffer.getvalue().decode(encoding)
-        assert printed.count(SHOWN + last) >= times
-        assert all(line.isprintable() for line in printed.split("\n"))
-        assert not re.search("^Nothing found", printed, re.M)
-
-
-class Broken(io.StringIO):
-    """A closed pipe, or a full disk."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+    assert audited(texts, target_folder, tmp_path, "--top-k", "3") == 1
 
 
 @pytest.mark.parametrize("problem", (
@@ -394,6 +371,3 @@ def test_a_failure_has_not_the_status_of_a_finding(problem, target_folder, tmp_p
     text = Text([1], 90 * [4], [])
     assert audited([text], target_folder, tmp_path) == 2
     assert re.fullmatch(f"{type(problem).__name__}: .+\n", capsys.readouterr().err)
-    for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, Broken())
-        assert audited([text], target_folder, tmp_path) == 2

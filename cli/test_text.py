@@ -67,19 +67,6 @@ def test_text_does_not_wait_for_longer_than_it_must():
     assert pieces == ["", "  return", "", "", "", "éa", "\ufffd"]
 
 
-@pytest.mark.parametrize("kind, piece", (
-    ("byte level", "Ã"), ("strip", "<0xC3>"), ("strip", "</s>")))
-def test_tokens_that_make_no_letter_cost_what_others_cost(kind, piece, monkeypatch):
-    tokenizer = tokenizer_with(kind)
-    decode = tokenizer.decode
-    decoded = []
-    monkeypatch.setattr(tokenizer, "decode", lambda tokens, **form: (
-        decoded.extend(tokens) or decode(tokens, **form)))
-    [token] = tokenizer.convert_tokens_to_ids([piece])
-    text_pieces(tokenizer, [2], [token] * 400)
-    assert len(decoded) < 8 * 400
-
-
 @pytest.mark.parametrize("kind, prompt, tokens, text", (
     ("strip", ["a"], ["▁▁▁▁", "▁return"], "     return"),
     ("strip", ["a"], ["▁b"], " b"),

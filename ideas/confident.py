@@ -3,7 +3,7 @@ Theorem 12 has one acceptance rate for all tokens and rounds."""
 import torch
 from torch.nn.functional import pad
 
-from cache import BACKUP, Speculation, best_fan_out, power_law
+from cache import BACKUP, Outcome, Speculation, best_fan_out, power_law
 from draft_worker import DraftWorker
 from engine.model import to_device
 from ideas import SPECULATORS
@@ -20,6 +20,10 @@ class ConfidentDraft(DraftWorker):
         a_backup = settings.backup_acceptance_rate if self.plan.backup == "neural" else None
         self.acceptance_rates = torch.tensor([a, a if a_backup is None else a_backup])
         self.miss_exponent = settings.miss_exponent
+
+    def advance(self, speculation: Speculation, outcome: Outcome) -> None:
+        super().advance(speculation, outcome)
+        self.active = ~outcome.finished
 
     def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
         self.q = logits.to(self.q_template.dtype).softmax(-1)  # [B, K+1, V], for `fan_out`
@@ -46,7 +50,8 @@ class ConfidentDraft(DraftWorker):
             accepted = accepted.minimum(q_drafted / sent).where(by_backup, accepted)
         fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.miss_exponent,
                             self.plan.budget).cpu()
-        self.guess_counts.fan_outs.index_add_(0, speculation.source, fan_out)  # for the summary
+        active = self.active  # for the summary
+        self.guess_counts.fan_outs.index_add_(0, speculation.source[active], fan_out[active])
         return fan_out
 
 

@@ -64,6 +64,7 @@ class Decoder:
         tensor's; 0 and None go on. What it raises is raised here, once the batch has ended on all
         ranks. Raises `UserError` for prompts that cannot go on, or that ranks differ in."""
         self.models.set_pace(self.settings.pace)
+        prompts = [list(map(int, prompt)) for prompt in prompts]
         if self.channel and len(set(gather(crc32(repr(prompts).encode())))) > 1:
             raise UserError("all ranks must call a decoder with the same prompts")
         context = self.models.context

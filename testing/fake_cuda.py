@@ -1,7 +1,6 @@
 """GPUs for tests: real ones, where there are some, and stand-ins for them and for CUDA graphs, on
 which the code for GPUs runs everywhere, and fails where it would on a GPU.
 """
-import gc
 import os
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -182,12 +181,6 @@ def tensors_in(*values) -> list[Tensor]:
     return found
 
 
-def memory_allocated(device=None) -> int:
-    """Bytes of all tensors on stand-ins for GPUs that are still referenced."""
-    tensors = [value for value in gc.get_objects() if type(value) is FakeCUDATensor]
-    return sum(tensor.numbers.untyped_storage().nbytes() for tensor in tensors)
-
-
 def fake_gpus(count: int = 2) -> None:
     """From now on this process, for the rest of its life, has so many GPUs. gloo stands in for
     NCCL, `FakeGraph` for a CUDA graph. Layers are not compiled: PyTorch's compiler leaves alone
@@ -209,7 +202,6 @@ def fake_gpus(count: int = 2) -> None:
     torch.cuda.device_count = lambda: count
     torch.cuda.get_device_capability = lambda _: (9, 0)
     torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
-    torch.cuda.memory_allocated = memory_allocated
     torch.cuda.set_sync_debug_mode = lambda mode: None  # they always warn
     warnings.simplefilter("ignore")
     torch.cuda.synchronize = lambda *_: None

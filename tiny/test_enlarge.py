@@ -6,10 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cli.launch import exit_status
-from cli.settings import TINY, Settings
-from run.decoder import Decoder
-from run.job import Job
-from testing.shared import assert_close, texts_and_rounds
+from cli.settings import TINY
+from testing.shared import assert_close
 from tiny import enlarge
 
 TOKENS = 31 * torch.arange(1, 60)[None] % 2048
@@ -43,25 +41,3 @@ def test_logits_are_those_of_the_included_model(groups, choices, tmp_path, monke
     *_, last = models[1].model.layers
     for weight in (last.self_attn.q_proj.weight[-1], last.mlp.up_proj.weight[-1]):
         assert weight.std() > 0, "read and multiplied as any other"
-
-
-def test_texts_and_hits_are_those_of_the_included_pair(tmp_path, monkeypatch):
-    for model, layers in (("target", 24), ("draft", 3)):
-        assert write(tmp_path / model, monkeypatch, model=model, layers=layers) == 0
-    told = []
-    for folder in (TINY, tmp_path):
-        job = Job(Settings(target=str(folder / "target"), draft=str(folder / "draft"),
-                           device="cpu", max_new_tokens=20))
-        told.append(texts_and_rounds(Decoder(job.settings, job.load()), job.prompts))
-    assert told[0] == told[1]
-
-
-@pytest.mark.parametrize("choices, sentence", (
-    (dict(hidden_size=500), "--hidden-size: invalid choice: 500 (choose from 128, 512, 2048"),
-    (dict(layers=3), "--layers must be at least 24"),
-    (dict(intermediate_size=40), "--intermediate-size 352"),
-    ({}, "File exists")))
-def test_sizes_that_do_not_fit_are_one_sentence(choices, sentence, tmp_path, monkeypatch, capsys):
-    assert write(tmp_path, monkeypatch, **choices) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert sentence in line
