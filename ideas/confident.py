@@ -50,8 +50,8 @@ class ConfidentDraft(DraftWorker):
             accepted = accepted.minimum(q_drafted / sent).where(by_backup, accepted)
         fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.miss_exponent,
                             self.plan.budget).cpu()
-        active = self.active  # for the summary
-        self.guess_counts.fan_outs.index_add_(0, speculation.source[active], fan_out[active])
+        source = speculation.source[self.active]
+        self.guess_counts.fan_outs.index_add_(0, source, fan_out[self.active])  # for the summary
         return fan_out
 
 

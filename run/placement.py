@@ -1,7 +1,6 @@
 """Placement of ranks: devices, cores, process groups."""
 import atexit
 import json
-import math
 import os
 import secrets
 from contextlib import suppress
@@ -49,7 +48,10 @@ class Placement:
         share = max(1, len(cores) // local_world_size)
         self.cores = cores[local_rank * share % len(cores):][:share]
         if "GOMP_SPINCOUNT" in os.environ:  # a command; the threads of scripts are their own affair
-            threads = int(max(1, min(share, cpu_quota() / local_world_size)))
+            threads = share
+            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+                allowed, period = map(int, CPU_QUOTA.read_text().split())
+                threads = max(1, min(share, allowed // (period * local_world_size)))
             by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else None  # if nobody chose
             if os.environ.get("OMP_NUM_THREADS") not in (None, by_torchrun):
                 threads = min(threads, torch.get_num_threads())
@@ -120,14 +122,6 @@ class Placement:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]
         return "cpu" not in peers
-
-
-def cpu_quota() -> float:
-    """Return how many cores a container may use at once, of those that it sees."""
-    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-        allowed, period = CPU_QUOTA.read_text().split()
-        return int(allowed) / int(period)
-    return math.inf
 
 
 def leave_groups() -> None:

@@ -175,9 +175,8 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     hidden = "hidden behind it"
     if T_p and round(T_p, 2) > 1:
         fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
-        hidden = f"the target waits unless --lookahead is at most {fits}"
-        if fits < 1:
-            hidden = "the target waits with every --lookahead"
+        unless = f"unless --lookahead is at most {fits}" if fits > 0 else "with every --lookahead"
+        hidden = f"the target waits {unless}"
     print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
     print_line("backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":
