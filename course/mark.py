@@ -12,6 +12,7 @@ import csv
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import site
@@ -165,7 +166,7 @@ class Marker:
         for name, (number, *_) in grading.TESTS.items():
             if number in numbers:
                 part = self.parts[number].setdefault(asked(name, number), {})
-                part[name] = grading.exam_of(name, seed)
+                part[name] = grading.exam_of(name, seed, solved=True)
         for number, parts in self.parts.items():
             for functions in parts:
                 self.write_modules(number, functions)
@@ -216,8 +217,9 @@ def fault_in(mine: list, said: list) -> str:
     """Return what is wrong with an answer's values, without the arguments, or ""."""
     from course.exam import failure  # takes seconds
     try:
-        lines = failure(said, mine, [each.value for each in said]).split("\n  ")
-        return "; ".join(" ".join(line.split())[:200] for line in lines[:3])
+        parts = re.split(r"\n  (?=yours |expected |arguments )",
+                         failure(said, mine, [each.value for each in said]))
+        return "; ".join(" ".join(part.split())[:140] for part in parts[:3])
     except Exception as problem:  # the answer's process may have written anything
         return f"no values: {type(problem).__name__}"
 
@@ -245,14 +247,14 @@ def main() -> None:
     with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
           tempfile.TemporaryDirectory() as programs):
         file.reconfigure(newline="", errors="backslashreplace")
+        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         print(f"--seed {args.seed}")
         print(*numbers, "total", "submission", sep="\t", flush=True)
-        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         table = csv.writer(file)
         table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
             points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
-            said = [cell(f"{number}: {remark}")[:200]
+            said = [cell(f"{number}: {remark}")[:700]
                     for number, remark in zip(numbers, remarks) if remark]
             name = cell(submission)
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
