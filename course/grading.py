@@ -399,8 +399,8 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0),
         before = draft.text.clone(), draft.length.clone()
         draft.trunk_pass = mock.Mock(wraps=draft.trunk_pass)
         cached = exam.call(draft.pre_speculate, in_flight)
-        work = sorted((name, passes) for name, _, _, passes, _ in draft.clock.read())
-        exam.says("timed work and its passes: trunk and tree, or no budget; ", work, of="timed")
+        work = sorted((name, passes > 0) for name, _, _, passes, _ in draft.clock.read())
+        exam.says("timed work, and if passes are in it: trunk, tree, or none; ", work, of="timed")
         exam.says("the number of trunk passes; ", draft.trunk_pass.call_count, of="stays")
         after = [draft.text, draft.length, draft.plan.fan_out == shapes]
         exam.says("text, length and fan-outs stay; ", same([*before, True], after), of="stays")
