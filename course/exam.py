@@ -13,6 +13,8 @@ from typing import Callable, NamedTuple, Sequence
 
 import torch
 
+from engine.errors import UserError
+
 
 class Said(NamedTuple):
     """A value that an answer gave."""
@@ -32,7 +34,7 @@ class Exam(random.Random):
         self.hint = f"{test}: {hint}"
         self.only = only
         self.arguments = "none yet"
-        self.changed = ""  # which function changed its arguments
+        self.changed = ""  # whether a function changed its arguments
         self.said: list[Said] = []
 
     def numbers(self, *shape: int) -> torch.Tensor:
@@ -53,12 +55,17 @@ class Exam(random.Random):
         """Call a function, which must leave its arguments as they are."""
         shown = mapped(arguments, lambda tensor: f"a tensor {[*tensor.shape]}" if is_large(tensor)
                        else tensor)
+        try:
+            names = [*signature(function).parameters]
+        except ValueError:  # of torch.jit.script
+            names = []
+        names += ["..."] * len(shown)  # where a decorator hides them
         self.arguments = "\n            ".join(
-            f"{name} = {value}" for name, value in zip(signature(function).parameters, shown))
+            f"{name} = {value}" for name, value in zip(names, shown))
         given = mapped(arguments, torch.clone)  # so that what it changes spoils nothing else
         result = function(*given)
         if not same(leaves(arguments), leaves(given)):
-            self.changed = f"{function.__name__} changes its arguments"
+            self.changed = "they were changed"
         return result
 
     def says(self, part: str | Callable, value, near=1e-6, right=None, of="") -> None:
@@ -144,14 +151,18 @@ def failure(said: list[Said], yours: list, expected: list) -> str:
     return ""
 
 
-def answers(ask: Callable[[Exam], None], exam: Exam) -> list[Said]:
-    """What the functions of this process say, up to an exception."""
+def answers(ask: Callable[[Exam], None], exam: Exam, solved: bool) -> list[Said]:
+    """What the functions of this process say, up to an exception. If they are `solved`, that is a
+    `UserError`: no answer is measured by an error."""
     try:
         ask(exam)
         if "unchanged" in exam.only:
             exam.says("arguments stay as they are; ", exam.changed, of="unchanged")
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
+        error = f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})"
+        if solved:
+            raise UserError(f"the solution itself fails, {error}, in {exam.hint}") from problem
         exam.only = ()
-        exam.says("", f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})")
+        exam.says("", error)
     return exam.said

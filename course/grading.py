@@ -101,7 +101,7 @@ def ask_function(exam, name, draw="numbers", V=None, type="float64", near=1e-6, 
             exam.says("the sum F_0 + .. + F_K of ", sum(result), of="sum")
             if "theorem" in exam.only:  # a 100th of what a budget of 100 times as much gives
                 large = function(100 * arguments[0], *arguments[1:])
-                exam.says("F_0.., and 100 times what the theorem says; ", [result, large], 0,
+                exam.says("F_0.., and 100 times what the theorem says; ", [[*result], [*large]], 0,
                           within_one, "theorem")
 
 
@@ -117,34 +117,41 @@ def sixteenths(exam, *shape, V, parts=16):
 
 
 def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="float64",
-               V=None, parts=4, rejected=True, ties=False):
-    """p and q are multiples of 1/`parts`. Every row has a rejected token, or none has one. `ties`
-    asks uniform numbers on borders, of acceptance and then of t*. In parts of 1/4 the residual is
-    in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
+               V=None, parts=4, rejected=1.0, ties=False):
+    """p and q are multiples of 1/`parts`. The share `rejected` of the rows has a rejected token.
+    `ties` asks uniform numbers on borders, of acceptance and then of t*. In parts of 1/4 the
+    residual is in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
     for K, rows in itertools.product(lookaheads, counts):
         ids = torch.tensor(sorted(exam.sample(range(V or 5), exam.choice([3, 4, 5]))))
         p, q = (sixteenths(exam, 50, rows, K + 1, V=len(ids), parts=parts) for _ in range(2))
         tokens = (exam.numbers(50, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
         drafted = one_hot(tokens, len(ids)).double()
         q = q if width is None else drafted
-        chance = ((p * drafted).sum(-1) / (q * drafted).sum(-1)).clamp(max=1)
-        fits = ((p - q).clamp(min=0).sum(-1) != 0.75) & (rejected | (chance > 0))
-        fits[..., 0] &= (chance[..., 0] < 1) | (not rejected)
+        refused = exam.numbers(rows) < rejected
+        of_p, of_q = ((part * drafted).sum(-1) for part in (p, q))  # of the drafted tokens
+        fits = ((p - q).abs().sum(-1) != 1.5) & (refused[:, None] | (of_p > 0))
+        fits[..., 0] &= (of_p < of_q)[..., 0] | ~refused
         place = fits.int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
-        p, q, tokens, chance = p[place], q[place][:, :K], tokens[place][:, :K], chance[place][:, :K]
+        p, (q, tokens, of_p, of_q) = p[place], (part[place][:, :K] for part in (
+            q, tokens, of_p, of_q))
         u = exam.numbers(100, rows, K + 1)
         u = u.where(exam.numbers(100, rows, K + 1) < 0.4, 0.2 * u)
-        fits = (u[..., :K] >= chance).any(-1) == rejected  # with K = 0 none
+        fits = (u[..., :K] * of_q >= of_p).any(-1) == refused  # with K = 0 none
         u = u[fits.int().argmax(0), torch.arange(rows)]
         on_edge = u.clone()
         if ties:
-            below = (chance == 1) | (exam.numbers(rows, K) < 0.5)
-            edge = (chance - 1e-9 * below).clamp(min=0)
-            on_edge[:, :K] = edge.where(4 * chance % 1 == 0, u[:, :K])  # not 1/3: it is rounded
+            below = 1e-9 * (exam.numbers(rows, K) < 0.5)
+            for edge in (0, 0.25, 0.5, 0.75):  # not 1/3: it is rounded
+                number = (edge - below).clamp(min=0)
+                on_edge[:, :K] = number.where(edge * of_q == of_p, on_edge[:, :K])
         p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
             -1, ids, part.to(getattr(torch, type))) for part in (p, q))
         given = p, ids[tokens], q[..., :width if K else exam.choice([0, None])]
-        exam.says("k of ", exam.call(sampling.verify, *given, on_edge)[0], of="k")
+        k, bonus = exam.call(sampling.verify, *given, on_edge)
+        exam.says("k of ", k, of="k")
+        if rows == 1:
+            exam.says("t* is integers [B], here of shape [1]; ",
+                      [*bonus.shape, not is_real(bonus)], of="t*")
         last = BORDERS if ties else EVEN[12::25]
         many = [part.repeat(len(last), *[1] * (part.dim() - 1)) for part in (*given, u)]
         many[3][:, -1] = last.repeat_interleave(rows)
@@ -206,18 +213,19 @@ def ask_matches(exam):
     """Many outcomes, all guessed in every row: each is found in its own place alone."""
     ids = torch.tensor([0, 1, 8, 100, 1000, 10000, 2**15, 50257, 2**16, 10**5, 2**17, 2**18])
     ks = torch.tensor([0, 1, 2, 8, exam.choice([16, 32, 64])])
-    k, bonus = torch.cartesian_prod(ks, exam.randrange(99) + ids).T
-    guesses = Outcome(*(part.repeat(len(k), 1) for part in (k, bonus)))
-    outcomes = Outcome(*torch.stack([k, bonus])[:, exam.sample(range(len(k)), len(k))])
+    pairs = torch.cartesian_prod(ks, exam.randrange(99) + ids)
+    guesses = pairs[exam.numbers(len(pairs), len(pairs)).argsort(-1)]  # every row in its own order
+    outcomes = pairs[exam.sample(range(len(pairs)), len(pairs))]
 
     def where(mine, right):
         wrong = mine and (torch.tensor(mine) != torch.tensor(right)).nonzero().tolist()
         if not wrong:
             return ""
         row, guess = wrong[0]
-        asked = f"(k, t*) = {int(k[guess]), int(bonus[guess])}"
-        return f"the guess {asked}, the outcome {int(outcomes[0][row]), int(outcomes[1][row])}: "
-    exam.says(where, exam.call(cache.matches, guesses, outcomes))
+        asked = f"(k, t*) = {guesses[row, guess].tolist()}"
+        return f"the guess {asked}, the outcome {outcomes[row].tolist()}: "
+    given = (Outcome(*part.unbind(-1)) for part in (guesses, outcomes))
+    exam.says(where, exam.call(cache.matches, *given))
 
 
 def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
@@ -234,6 +242,8 @@ def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
                                     tokens[..., None] + 0.1 * torch.arange(width))
         found, q, hit = exam.call(SpeculationCache.look_up, prepared, outcome)
         exam.says("hits of ", hit, of="hits")
+        exam.says("hits are booleans; ", hit.dtype == torch.bool, of="hits")
+        hit = hit.bool()
         for part, value in ("tokens", found[hit]), ("q", q[hit]):
             exam.says(f"hits' {part} of ", value, of="prepared")
 
@@ -287,7 +297,7 @@ TREE = draft_worker.Tree(
 def ask_tree_layout(exam, rows=2, K=3, n=4):
     """What each branch sees, in which order the slots may be."""
     draft, _, _ = start(exam, [[n] + [0] * K] * 2, rows)
-    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K
+    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + 2
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
     ids = tree.slots.flatten().tolist()
     own = {slot: trunk + place for place, slot in enumerate(ids)}
@@ -362,12 +372,15 @@ def ask_speculate(exam, kinds, T=(1.0,), drafted=(2,), backups=("neural",)):
         model().forward_fn.reset_mock()
         answer = exam.call(draft.speculate, in_flight, Outcome(k, bonus),
                            SpeculationCache(guesses, prepared, q))
-        work = [name for name, *_ in draft.clock.read()]
-        exam.says("a backup, timed, if a row missed; ", work.count("backup"), of="timed")
+        passes = [passes for name, _, _, passes, _ in draft.clock.read() if name == "backup"]
+        exam.says("the passes in a backup, timed, if a row missed; ", passes, of="timed")
         exam.says("passes of the draft, K or none; ", model().forward_fn.call_count, of="passes")
         active = [row for row in range(rows) if kind[row] != "f"]
-        exam.says("`source` is whole numbers; ", answer.source.dtype != torch.bool, of="whole")
-        exam.says("who drafted, the cache or the backup; ", answer.source[active], of="source")
+        source = torch.as_tensor(answer.source)
+        exam.says("`source` is a tensor of whole numbers; ",
+                  source is answer.source and source.dtype != torch.bool, of="whole")
+        exam.says("who drafted, the cache or the backup; ", source[active], of="source")
+        exam.says("lengths of the texts; a finished one's stays; ", draft.length, of="text")
         for row in active:
             def fits(mine, right, row=row, old_text=texts[row]):
                 old = mine and agree(mine[0], sigma(old_text, 0), 1e-6)
@@ -386,8 +399,8 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0),
         before = draft.text.clone(), draft.length.clone()
         draft.trunk_pass = mock.Mock(wraps=draft.trunk_pass)
         cached = exam.call(draft.pre_speculate, in_flight)
-        work = sorted(name for name, *_ in draft.clock.read())
-        exam.says("what is timed: a trunk and a tree, without a budget none; ", work, of="timed")
+        work = sorted((name, passes > 0) for name, _, _, passes, _ in draft.clock.read())
+        exam.says("timed work, and if passes are in it: trunk, tree, or none; ", work, of="timed")
         exam.says("the number of trunk passes; ", draft.trunk_pass.call_count, of="stays")
         after = [draft.text, draft.length, draft.plan.fan_out == shapes]
         exam.says("text, length and fan-outs stay; ", same([*before, True], after), of="stays")
@@ -523,10 +536,7 @@ def as_text(argument) -> str:
 
 # ---- the tests ----
 
-FUNCTIONS = {function.__name__: function for function in (
-    sampling.acceptance_probability, sampling.residual, sampling.saguaro_distribution,
-    cache.acceptance_distribution, cache.best_fan_out, cache.geometric_fan_out,
-    cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
+FUNCTIONS = {name: vars(sampling).get(name) or vars(cache).get(name) for name in VALUES}
 TESTS = {}  # by name: exercise, points, hint, properties (none: all), and what asks an `Exam`
 for name, values in VALUES.items():
     # the function above of that name; without one it is a function of numbers
@@ -538,11 +548,11 @@ for name, values in VALUES.items():
         TESTS[f"{name}, {situation}"] = values["exercise"], points, hint, only, asks
 
 
-def exam_of(name: str, seed: int) -> list[Said]:
-    """What the functions of this process say in a test."""
+def exam_of(name: str, seed: int, solved: bool = False) -> list[Said]:
+    """What the functions of this process, which are `solved` or an answer, say in a test."""
     torch.set_printoptions(precision=6, threshold=20, edgeitems=2)
     _, _, hint, only, ask = TESTS[name]
-    return answers(ask, Exam(name, hint, seed, only))
+    return answers(ask, Exam(name, hint, seed, only), solved)
 
 
 @functools.cache
@@ -550,7 +560,7 @@ def expected(name: str) -> list:
     """What the solution says; without the file it is what this process says first."""
     if EXPECTED.exists():
         return json.loads(EXPECTED.read_text("utf-8"))[name]
-    return [each.value for each in exam_of(name, SEED)]
+    return [each.value for each in exam_of(name, SEED, solved=True)]
 
 
 @pytest.mark.parametrize("name", [

@@ -71,11 +71,10 @@ def write_program(folder: Path, numbers: list[str]) -> None:
     file.write_text(sheet(file.read_text("utf-8"), numbers or [*EXERCISES]), "utf-8")
 
 
-def write_expected(folder: Path) -> None:
-    """What the solution says in the tests of the hand-out."""
+def expected() -> dict[str, list]:
+    """What the solution says in the tests of the hand-out. Raises `UserError` if it fails there."""
     from course import grading  # takes seconds
-    expected = {name: grading.expected(name) for name in grading.TESTS}
-    (folder / "expected.json").write_text(json.dumps(expected), "utf-8")
+    return {name: grading.expected(name) for name in grading.TESTS}
 
 
 def main() -> None:
@@ -91,9 +90,10 @@ def main() -> None:
     with reported_as(f"FOLDER '{args.folder}'", OSError):
         if args.folder.exists() and any(args.folder.iterdir()):
             raise OSError("it is not empty; name a new or empty folder")
+        said = json.dumps(expected() if numbers else {})
         write_program(args.folder, numbers)
         if numbers:
-            write_expected(args.folder)
+            (args.folder / "expected.json").write_text(said, "utf-8")
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     print(f"{args.folder}: exercises {', '.join(numbers) or 'solved'}; read SHEET.md there")
 

@@ -12,6 +12,7 @@ import csv
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import site
@@ -45,12 +46,16 @@ seconds = 2 * round(timeout + 0.5)
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # where nobody waits any longer
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+set_limit = sys.setrecursionlimit  # millions of calls would outlive the alarm
+sys.setrecursionlimit = lambda calls: set_limit(min(calls, 10**5))
 try:
     sys.path[1:1] = [solved, program]  # behind the answer's folder
     answer = importlib.import_module(module)
     spec = importlib.util.spec_from_file_location("solution", f"{solved}/{module}.py")
     solution = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(solution)
+    for name in vars(solution):  # what is missing costs only the tests that ask for it
+        vars(answer).setdefault(name, vars(solution)[name])
     for function in put_back:
         *owner, name = function.split(".")
         given, wanted = (functools.reduce(getattr, owner, part) for part in (solution, answer))
@@ -67,11 +72,11 @@ for number, test in enumerate(names, start=1):  # each has as long, and what oth
     due = begun + (started + timeout - begun) * number / len(names)
     signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 0.01))
     try:
-        said = [each.value for each in test_exercises.exam_of(test, seed)]
-    except BaseException as problem:
-        said = [f"{type(problem).__name__}: {problem}"]
+        said = json.dumps([each.value for each in test_exercises.exam_of(test, seed)])
+    except BaseException as problem:  # also where JSON has no such number
+        said = json.dumps([f"{type(problem).__name__}: {problem}"])
     signal.setitimer(signal.ITIMER_REAL, 0)
-    print(json.dumps(said), file=out, flush=True)
+    print(said, file=out, flush=True)
 os._exit(0)  # whatever threads the answer left
 """
 
@@ -90,11 +95,12 @@ def read(file: Path) -> bytes:
 
 def boxed(folder: str, *program: Path) -> list[str]:
     """Return the command of Bubblewrap (0.8 or later) for an answer. It sees Python, its own folder
-    and those of the `program`, but no other process, file or network, and writes into a small
-    folder for temporary files that ends with it."""
+    and those of the `program`, but no other process, file or network, and writes into small
+    folders for temporary files and shared memory that end with it."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--dev", "/dev",
-             "--proc", "/proc", "--size", 64 * MEGABYTE, "--tmpfs", "/tmp"]
-    python = (sys.prefix, sys.base_prefix, site.getuserbase())
+             "--proc", "/proc", "--size", 64 * MEGABYTE, "--tmpfs", "/tmp",
+             "--size", 64 * MEGABYTE, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    python = (sys.prefix, sys.base_prefix, site.getusersitepackages())
     for place in (*SYSTEM, *python, *program, folder):
         words += ["--ro-bind-try", place, place]
     return [*map(str, words), "--remount-ro", "/", "--chdir", folder]
@@ -165,7 +171,7 @@ class Marker:
         for name, (number, *_) in grading.TESTS.items():
             if number in numbers:
                 part = self.parts[number].setdefault(asked(name, number), {})
-                part[name] = grading.exam_of(name, seed)
+                part[name] = grading.exam_of(name, seed, solved=True)
         for number, parts in self.parts.items():
             for functions in parts:
                 self.write_modules(number, functions)
@@ -216,8 +222,9 @@ def fault_in(mine: list, said: list) -> str:
     """Return what is wrong with an answer's values, without the arguments, or ""."""
     from course.exam import failure  # takes seconds
     try:
-        lines = failure(said, mine, [each.value for each in said]).split("\n  ")
-        return "; ".join(" ".join(line.split())[:200] for line in lines[:3])
+        parts = re.split(r"\n  (?=yours |expected |arguments )",
+                         failure(said, mine, [each.value for each in said]))
+        return "; ".join(" ".join(part.split())[:140] for part in parts[:3])
     except Exception as problem:  # the answer's process may have written anything
         return f"no values: {type(problem).__name__}"
 
@@ -245,14 +252,14 @@ def main() -> None:
     with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
           tempfile.TemporaryDirectory() as programs):
         file.reconfigure(newline="", errors="backslashreplace")
+        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         print(f"--seed {args.seed}")
         print(*numbers, "total", "submission", sep="\t", flush=True)
-        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         table = csv.writer(file)
         table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
             points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
-            said = [cell(f"{number}: {remark}")[:200]
+            said = [cell(f"{number}: {remark}")[:700]
                     for number, remark in zip(numbers, remarks) if remark]
             name = cell(submission)
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula

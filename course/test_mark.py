@@ -3,6 +3,7 @@ import csv
 import functools
 import os
 import re
+import site
 import socket
 import sys
 import time
@@ -52,7 +53,14 @@ subprocess.Popen(['sleep', '99'])
 
 def solution(terms):
     return sum(terms)
-"""  # the stub stands as a comment, and below the answer
+
+def timed(function):
+    return lambda *given: function(*given)
+
+expected_tokens = timed(expected_tokens)
+throughput = __import__('functools').partial(throughput)
+del SpeculationCache
+"""  # the stub stands as a comment, and below the answer; what others need is missing
 
 
 CHEATING = {  # by function
@@ -81,13 +89,17 @@ def test_cheats_get_no_points(marks, name):
     assert points == 0 and remark
 
 
-def test_a_box_has_nothing_but_the_answer_and_the_program(marks, marker, tmp_path):
+def test_a_box_has_nothing_but_the_answer_and_the_program(
+        marks, marker, tmp_path, monkeypatch):
     """Not the solution, other submissions, the marker or a network; nothing is written there that
     stays, nor much."""
     if not marker.box:
         pytest.skip("bubblewrap is missing or may not run")
-    (tmp_path / "other").touch()
+    (tmp_path / "other/share").mkdir(parents=True)
+    (tmp_path / "other/share/token").touch()
     with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(site, "USER_BASE", str(tmp_path / "other"))
+        monkeypatch.setattr(site, "USER_SITE", str(tmp_path / "other/lib"))
         points, remark = marks(with_bodies("return 1.0", f"""
 import glob, os, socket
 def write(file, size=1):
@@ -95,11 +107,13 @@ def write(file, size=1):
         opened.write(bytes(size))
 tries = dict(
     solution=lambda: open({str(ROOT / "cache.py")!r}),
-    other=lambda: open({str(tmp_path / "other")!r}),
+    other=lambda: open({str(tmp_path / "other/share/token")!r}),
     others=lambda: open({str(marker.folder / "matches/cache.py")!r}),
     marker=lambda: os.kill({os.getpid()}, 0),
     network=lambda: socket.create_connection({server.getsockname()!r}, 1),
-    own=lambda: write("x"), much=lambda: [write(f"/tmp/{{n}}", 2**25) for n in range(4)])
+    own=lambda: write("x"), much=lambda: [write(f"/tmp/{{n}}", 2**25) for n in range(4)],
+    shared=lambda: [write(f"/dev/shm/{{n}}", 2**25) for n in range(4)],
+    device=lambda: write("/dev/x"))
 done = []
 for name, attempt in tries.items():
     try:
@@ -165,6 +179,9 @@ return 0.0""")
 
 
 def test_part_of_the_points(marks, marker, tmp_path, monkeypatch):
+    wrong = RIGHT.replace(ANSWER, f"    return 1j\n{ANSWER}")
+    points, remark = marks(wrong)
+    assert points == 10 and "complex is not JSON" in remark
     wrong = RIGHT.replace("if hit_rate == 0 or at_zero", "if at_zero")  # fails with p_hit = 0
     points, remark = marks(("# coding: latin-1\n# \xe9\n" + wrong).encode("latin-1"))
     assert points == 10 and "p_hit of 0" in remark
@@ -190,9 +207,12 @@ import os
 assert 'HF_TOKEN' not in os.environ, 'seen'
 x = bytearray({mark.MEMORY})"""))[1]
     assert "emory" in remark and "seen" not in remark
-    points, remark = marks(RIGHT.replace(ANSWER, "    while lookahead > 1: pass\n" + ANSWER))
-    assert points == 10 and remark.startswith("lost: any K 1; first: ")
-    assert "it was not done in time" in remark
+    for body, said in (("while lookahead > 1: pass", "it was not done in time"),
+                       ("f = lambda: f()\n    lookahead > 1 and f()", "RecursionError")):
+        points, remark = marks(RIGHT.replace(ANSWER, f"    {body}\n{ANSWER}").replace(
+            "import math\n", "import math, sys\nsys.setrecursionlimit(10**9)\n"))
+        assert points == 10 and remark.startswith("lost: any K 1; first: ")
+        assert said in remark and "; expected " in remark
 
 
 def test_an_endless_answer_ends_soon_if_marking_was_killed(marker):
