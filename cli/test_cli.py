@@ -37,7 +37,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import bench as bench_py
 import cache
@@ -688,12 +688,15 @@ def test_the_numbers_in_sentences_are_those_of_the_launch():
     def bent(key: str, downweight: float) -> str:
         return metric("downweight", "SSD", downweight, key)
 
-    readme, results = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/RESULTS.md"))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8")
     faster = float(bent("tokens/s", 0.75)) / float(bent("tokens/s", 1)) - 1
     speed = [metric("batch", f"{backup} backup", rows, "tokens a verification")
              for backup, rows in (("neural", 1), ("neural", 16), ("random", 1))]
     noise = [metric("noise", f"{whose} noise", 1, "hit_rate") for whose in ("private", "public")]
     assert f"C = 0.75 is {faster:.0%} faster" in results
+    for name in ("hit_rate", "acceptance_rate"):
+        assert f"from {bent(name, 1)} to {bent(name, 0)}" in results.split("### Downweight")[1]
     for sentence in (
             f"{hits('geometric', 'random')} of outcomes, uniform {hits('uniform', 'random')}",
             f"{hits('geometric', 'neural')} and {hits('uniform', 'neural')}",
