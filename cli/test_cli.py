@@ -634,7 +634,7 @@ def decode_by_ideas(folder: Path) -> dict:
     sys.path.insert(0, str(folder))
     from run import Decoder, Job
     job = Job(Settings(prompt="def f(x):", backup="repeat", fan_out="none accepted",
-                       verification="never", temperature=1.0, device="cpu", max_new_tokens=12))
+                       verification="never", device="cpu", max_new_tokens=12))
     decoder = Decoder(job.settings, job.load())
     decoder(job.prompts)
     return decoder.stats.summary()

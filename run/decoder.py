@@ -31,14 +31,16 @@ class Decoder:
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         plan = make_plan(settings)
         sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
-        # greedy, a token is right or wrong whatever stands beside it
-        verification = "token" if sampler.greedy else settings.verification
+        verification = settings.verification
+        if sampler.greedy and verification in GUESSERS:
+            verification = "token"  # nothing is drawn, so there is nothing to foresee
         self.target = None  # what is None is another rank's work, or nobody's
         if models.target:
             self.target = TargetWorker(models.target, sampler, settings.seed,
                                        VERIFICATIONS[verification])
         self.draft = None
         if models.draft and settings.mode != "ar":
+            # what --fan-out and --verification add to the paper's draft, by inheritance
             idea = SPECULATORS.get(settings.fan_out)
             kinds = filter(None, (idea, GUESSERS.get(verification), DraftWorker))
             more = {"settings": settings} if idea else {}
