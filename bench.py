@@ -54,8 +54,7 @@ TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16,
          "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
-BUDGETS = (8, 16, 24, 32, 48, 64)  # among which a line has the largest that keeps T_p <= 1
-LARGEST = BUDGETS[-1]  # so many guesses tell the hits of every smaller cache
+LARGEST = 64  # so many guesses tell the hits of every smaller cache
 # SD drafts with the draft model, and AR not at all, whatever the options of SSD are
 BASELINE = {"backup": "neural", "downweight": 1.0, "fan_out": "geometric", "budget": 0}
 COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
@@ -276,21 +275,19 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
     common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
-    usual = at_best_lookahead(bench, Point("SSD", temperature, common | {"budget": 24}), texts)
-    largest = largest_budget(bench, usual, texts)
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
         "SSD": {"budget": 24},
-        f"SSD, budget {largest}": {"budget": largest},
+        f"SSD, budget {LARGEST}": {"budget": LARGEST},
         "SSD, look-up backup": {"budget": 24, "backup": "lookup"}}
     if temperature:
         lines |= {
-            f"SSD, budget {largest}, C = 0.75": {"budget": largest, "downweight": 0.75},
+            f"SSD, budget {LARGEST}, C = 0.75": {"budget": LARGEST, "downweight": 0.75},
             "SD, block": {"mode": "sd", "verification": "block"},
-            f"SSD, budget {largest}, block": {"budget": largest, "verification": "block"},
+            f"SSD, budget {LARGEST}, block": {"budget": LARGEST, "verification": "block"},
             "SSD, race": {"budget": 24, "verification": "race"},
-            f"SSD, budget {largest}, race": {"budget": largest, "verification": "race"}}
+            f"SSD, budget {LARGEST}, race": {"budget": LARGEST, "verification": "race"}}
     points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
     found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
@@ -334,13 +331,6 @@ def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Poi
     if bench.settings.quick or point.changes.get("mode") == "ar":
         return point
     return point.but(lookahead=max(LOOKAHEADS, key=speed))
-
-
-def largest_budget(bench: Bench, point: Point, texts: list[list[int]]) -> int:
-    """Return the largest of `BUDGETS` with which a pre-speculation takes no longer than a
-    verification, or the smallest if there is none."""
-    found = [bench.predict(point.but(budget=budget), texts) for budget in BUDGETS]
-    return max([f["budget"] for f in found if f["T_p"] <= 1], default=BUDGETS[0])
 
 
 def bounds(f: Metrics, sd: Metrics) -> str:
@@ -452,7 +442,6 @@ def growth(bench: Bench) -> list[Metrics]:
     K = bench.settings.lookahead
     budget = bench.settings.budget
     device = bench.job.placement.device
-    # quick: to see it run
     shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES[device.type]
     with device:
         models = [transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(

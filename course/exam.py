@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import traceback
+from contextlib import suppress
 from inspect import signature
 from typing import Callable, NamedTuple, Sequence
 
@@ -55,11 +56,9 @@ class Exam(random.Random):
         """Call a function, which must leave its arguments as they are."""
         shown = mapped(arguments, lambda tensor: f"a tensor {[*tensor.shape]}" if is_large(tensor)
                        else tensor)
-        try:
-            names = [*signature(function).parameters]
-        except ValueError:  # of torch.jit.script
-            names = []
-        names += ["..."] * len(shown)  # where a decorator hides them
+        names = ["..."] * len(shown)  # where a decorator, or torch.jit.script, hides them
+        with suppress(ValueError):
+            names[:0] = signature(function).parameters
         self.arguments = "\n            ".join(
             f"{name} = {value}" for name, value in zip(names, shown))
         given = mapped(arguments, torch.clone)  # so that what it changes spoils nothing else

@@ -24,12 +24,10 @@ OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
 PASSES = {"target, {0}": SSD, "target, {0}, linear": LIGHT, "draft, {1}": SD,
           "draft, {1}, linear": GREY, "sampling": OTHER}  # over {0} tokens and {1} guesses
-COLOURS = {"AR": GREY, "SD": SD} | dict.fromkeys(
-    ("random backup", "uniform", "SSD, random backup"), OTHER) | {
-    "confident": LIGHT, "private noise": GREY}
+COLOURS = {"AR": GREY, "private noise": GREY, "SD": SD, "confident": LIGHT} | dict.fromkeys(
+    ("random backup", "uniform", "SSD, random backup"), OTHER)
 LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
-           "noise": (1, 1, 6.4, 3.3),
-           "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
+           "noise": (1, 1, 6.4, 3.3), "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
