@@ -301,7 +301,7 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
     (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
     (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
     (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
-    (MemoryError(), pytest.raises(MemoryError))), ids=repr)
+    (MemoryError(), pytest.raises(MemoryError))))
 def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(problem, expected):
     with expected, reported_as("the file", (OSError, MemoryError)):
         raise problem
