@@ -970,8 +970,10 @@ jobs = [Job(Settings(prompt="x", max_new_tokens=4)) for _ in range(2)]
 decoders = [Decoder(job.settings, job.load()) for job in jobs]
 for job, decoder in zip(jobs, decoders):
     decoder(job.prompts)
-if job.placement.rank < 2:
-    sys.exit(3) if job.placement.rank else 1 / 0
+if job.placement.rank == 1:
+    sys.exit(3)
+if job.placement.rank == 0:
+    decoder(job.prompts)  # the others are gone
 """
 
 

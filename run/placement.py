@@ -3,6 +3,8 @@ import atexit
 import json
 import os
 import secrets
+import sys
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -127,6 +129,8 @@ class Placement:
 def leave_groups() -> None:
     """Leave all groups. Gloo's threads need Python to drop what they sent, and abort it if it is
     ending. They live as long as their group does, so nothing of ours holds one that was left."""
+    with suppress(AttributeError):  # a message that failed holds its group, by its traceback
+        traceback.clear_frames(sys.last_traceback)
     if dist.is_initialized():
         dist.destroy_process_group()
 
