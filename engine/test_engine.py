@@ -218,6 +218,7 @@ def join_with_gpus(num_gpus: int) -> tuple[list[str], list[str]]:
         done.append(f"from {tensor.device}") if group else all_reduce(tensor, *how))
     here = Placement(Settings())
     here.join({})
+    dist.barrier()  # nobody leaves while another one still connects
     return here.devices, done
 
 
