@@ -515,7 +515,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> No
     print(f"\n{title}", flush=True)
     for first, *others in lines:
         print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
-    if any((row.get("pace_kept") or 1) < KEPT for row in rows):
+    if any(row.get("pace_kept") is not None and row["pace_kept"] < KEPT for row in rows):
         print(TOO_SLOW)
 
 

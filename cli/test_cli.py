@@ -1341,6 +1341,12 @@ def test_the_benchmark_counts_predicts_and_measures():
         *least_and_most)
 
 
+@pytest.mark.parametrize("kept, late", ((0.0, True), (0.94, True), (0.95, False), (None, False)))
+def test_a_table_says_where_a_pace_was_not_kept(kept, late, capsys):
+    bench_py.print_table("a table", ("pace_kept",), [{"name": "SSD", "pace_kept": kept}])
+    assert ("too slow for the pace" in capsys.readouterr().out) == late
+
+
 def test_the_benchmark_chooses_k_for_each_batch_size():
     """Alone a longer lookahead pays; of 16 rows one nearly always misses, and waits for the backup.
     With a backup that takes no time K grows until pre-speculation takes as long as a verification:

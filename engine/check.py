@@ -4,6 +4,7 @@ A model must be causal, and compute the same through KV slots: a pass over stale
 in scratch slots, must give the logits of an ordinary forward.
 """
 import torch
+from torch.compiler import set_stance
 from transformers import DynamicCache
 
 from engine.errors import UserError, not_finite, reported_as
@@ -30,7 +31,7 @@ def check_model(model: CausalLM) -> None:
     sizes |= dict.fromkeys(windows, 4)  # they end within the text
     try:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
-            with torch.compiler.set_stance("force_eager"):
+            with set_stance("force_eager"), torch.autocast(model.device.type, enabled=False):
                 plain = model.model(tokens, use_cache=False).logits
                 changed = model.model(other_ending, use_cache=False).logits[:, :half]
                 stepwise = token_by_token(model, tokens)

@@ -597,6 +597,7 @@ def test_buffers_are_of_the_models_type_inside_and_outside_of_autocast(wheres):
     decoder = make_decoder(target, imitation(target, 0.1), dtype="float32", max_new_tokens=8)
     for inside in wheres:
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            check_model(CausalLM(target))
             texts = decoder(RAGGED)
         assert texts == greedy_reference(target, RAGGED, 8)
 

@@ -14,7 +14,8 @@ from sampling import inverse_cdf, point_mass, residual
 
 def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
                  uniforms: torch.Tensor, draw=inverse_cdf) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify as `sampling.verify` does, whose arguments and results these are. With w_0 = 1 and
+    """Verify as `sampling.verify` does, whose arguments and results these are; `draw` draws
+    the bonus token, as `inverse_cdf` does. With w_0 = 1 and
 
         w_i = min(1, w_(i-1) p_i(s_i) / q_i(s_i))
         S_i = sum_x max(w_i p_(i+1)(x) - q_(i+1)(x), 0),   where q_(K+1) = 0, so that S_K = w_K

@@ -40,8 +40,8 @@ FACTORS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 def race(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw a token `[B]` from each distribution `[B, V]`, normalised or not, by its uniform number
-    `[B]`, as `sampling.inverse_cdf` does. Two tokens arrive together once in some 10^15 draws; then
-    either is drawn.
+    `[B]`, as `sampling.inverse_cdf` does. Should two tokens arrive together, which in float64 is
+    very rare, either is drawn.
 
     >>> uniforms = torch.rand(100_000, generator=torch.Generator().manual_seed(0)).double()
     >>> drawn = race(torch.tensor([1/2, 1/4, 1/4, 0]).expand(100_000, 4), uniforms)
@@ -53,7 +53,7 @@ def race(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 def exponentials(uniforms: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the noise E `[..., V]`, float64, neither 0 nor infinite, that follows from uniform
-    numbers `[...]`: a hash of number and token. On all devices the hash has the same bits."""
+    numbers `[...]`: a hash of number and token, by integers alone, as all devices have them."""
     keys = scrambled((uniforms * 2 ** 53).long())
     token = torch.arange(1, vocab_size + 1, device=keys.device)
     bits = scrambled(keys[..., None] + GOLDEN * token) >> 12  # from -2^51 to 2^51 - 1

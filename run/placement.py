@@ -74,7 +74,7 @@ class Placement:
                 os.sched_setaffinity(0, self.cores)
         waits = f"rank {self.rank} of {self.world_size} waits for the others to start"
         asked = {name: str(value) for name, value in asked.items()}
-        where = f" by {os.environ[STORE]} (in TMPDIR)" if STORE in os.environ else ""
+        where = f" in {os.environ[STORE]} (see TMPDIR)" if STORE in os.environ else ""
         with (watch(waits, 10, 600),
               reported_as(f"the ranks cannot meet{where}", (RuntimeError, ValueError))):
             if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
