@@ -206,7 +206,7 @@ class Bench:
         """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
         overlaps = settings.mode == "ssd" and not in_turns
         decoder = Decoder(settings, self.models if overlaps else self.sd_models)
-        if self.job.placement.any_gpu and (self.leads or decoder.placement):
+        if {*self.job.placement.devices} != {"cpu"} and (self.leads or decoder.placement):
             warm_up(settings, decoder.models, texts)
         return decoder
 
@@ -455,7 +455,7 @@ def growth(bench: Bench) -> list[Metrics]:
              "batch size": rows, "vocabulary": vocab_size}
         for name, model in zip(("target", "draft"), models):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            ours = bench.job.with_graphs(CausalLM(model))
+            ours = bench.job.ready(CausalLM(model))
             ours.allocate(rows, context, scratch=tokens.shape[1])
             for n in sorted({1, K + 1, budget}):
                 f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)

@@ -25,6 +25,7 @@ from engine import PRIVATE, until_exit
 from engine.errors import UserError, first_line, lacks_memory, printable
 
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
+WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank, by rank 0
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -35,7 +36,7 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
     def main() -> None:
         prepare_process()
         settings = parse(kind)
-        if was_started():
+        if WAS_STARTED:
             threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
             start_second_rank(module)
@@ -48,7 +49,7 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
     status = exit_status(main)
     if status == 0 and sys.modules["torch.distributed"].is_initialized():
         sys.modules["torch.distributed"].destroy_process_group()
-    if status or was_started():
+    if status or WAS_STARTED:
         leave(status)
     sys.exit(0)  # Python's own end, for whoever profiles or debugs
 
@@ -81,11 +82,6 @@ def start_second_rank(module: str) -> None:
                              env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
-
-
-def was_started() -> bool:
-    """Return whether this is the rank that rank 0 starts."""
-    return STORE in os.environ and os.environ.get("RANK") == "1"
 
 
 def leave(status: int) -> None:
@@ -131,7 +127,7 @@ def exit_status(main: Callable[[], None]) -> int:
 
 def report(problem: Exception | str) -> None:
     """Print it. The rank that rank 0 has started is slower to speak, and ends with rank 0."""
-    time.sleep(GRACE * was_started())
+    time.sleep(GRACE * WAS_STARTED)
     print(printable(f"{Path(sys.argv[0]).name}: {problem}"), file=sys.stderr, flush=True)
 
 

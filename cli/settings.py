@@ -212,8 +212,7 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     return rows
 
 
-def open_for_writing(flag: str, path: str | None, mode: str = "w",
-                     prompts: str | None = None) -> TextIO:
+def open_for_writing(flag: str, path: str | None, mode="w", prompts: str | None = None) -> TextIO:
     """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
     that fails, or would lose the file of --prompts."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):

@@ -37,7 +37,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import bench as bench_py
 import cache
@@ -46,12 +46,12 @@ import run
 import test_equivalence
 from cache import PRIMARY, RowRound
 from cli import launch
-from cli.settings import ROOT, TINY, Settings, parse, read_prompts
+from cli.settings import ROOT, TINY, Settings, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
 from engine.errors import UserError, reported_as
-from engine.model import FIRST_SEEN, PENALTIES, WARPERS, CausalLM
+from engine.model import FIRST_SEEN, CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from ideas import SPECULATORS, VERIFICATIONS
@@ -174,6 +174,7 @@ def pair(tmp_path_factory) -> list:
         model.save_pretrained(folder / name)
         for file in (TINY / name).glob("tokenizer*.json"):
             shutil.copy(file, folder / name)
+    rename(folder / "draft", "endoftext", "unheard-of")  # special tokens may differ
     return ["--target", folder / "target", "--draft", folder / "draft", "--dtype", "float64",
             "--prompt", "def f(x):", "class A:", "x", "--batch-size", 2, "--max-new-tokens", 12]
 
@@ -209,7 +210,6 @@ WRONG = {  # a command, and what is said about it
     "--prompts GOOD --output GOOD --mode ar": "GOOD': it is the file of --prompts",
     "--prompts GOOD --trace GOOD --mode ar": "GOOD': it is the file of --prompts",
     "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
-    "--target PICKLED --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
     "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
@@ -237,8 +237,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES", "POINTER",
-                 "PICKLED"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES", "POINTER"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -254,9 +253,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
     (folder / "CODE" / "config.json").write_text(json.dumps(code), "utf-8")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
-    for file in (folder / "POINTER/model.safetensors", folder / "PICKLED/pytorch_model.bin"):
-        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n")
-    (folder / "PICKLED/model.safetensors").unlink()
+    (folder / "POINTER/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
     os.mkfifo(folder / "PIPE")
     return {path.name: str(path) for path in folder.iterdir()}
@@ -269,31 +266,11 @@ def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_in
     assert WRONG[arguments] in the_error(obey("saguaro.py", *words))
 
 
-def test_memory_that_is_too_small_has_a_name_if_python_says_nothing(capsys):
-    def main():
-        raise MemoryError
-
-    assert launch.exit_status(main) == 2
-    assert "rank 0 lacks memory or threads (MemoryError())" in capsys.readouterr().err
-
-
-def test_prompts_may_begin_with_a_byte_order_mark(tmp_path):
-    (tmp_path / "prompts").write_text('{"text": "a"}', "utf-8-sig")
-    assert read_prompts(Settings(prompts=str(tmp_path / "prompts")))[0]["prompt"] == "a"
-
-
 def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs, tmp_path):
     for words in (["--target", "a\x1b[2J"], ["--output", tmp_path / "\x9b1m" / "x"], ["--\x07"],
                   ["--target", wrong_inputs["ESCAPES"], "--mode", "ar", "--apply-chat-template"]):
         error = the_error(obey("saguaro.py", *words))
         assert re.search(r"\\x(1b|9b|07)", error) and not re.search("[\x1b\x9b\x07]", error)
-    shutil.copytree(TINY / "target", tmp_path / "\x1b[2J")
-    asks = {"eos_token_id": 0, "forced_bos_token_id": "\x1b[2J"}
-    (tmp_path / "\x1b[2J/generation_config.json").write_text(json.dumps(asks), "utf-8")
-    words = ["--mode", "ar", "--max-new-tokens", 1, "--target", tmp_path / "\x1b[2J"]
-    status, output = obey("saguaro.py", *words)
-    assert status == 0 and output.count("\\x1b[2J") == 2 and "\x1b" not in output
-    assert "not applied, though " in output and "forced_bos_token_id" in output
 
 
 @pytest.mark.parametrize("problem, expected", (
@@ -510,26 +487,6 @@ def test_a_chat_template_makes_each_prompt_a_user_turn(content, expected):
         assert tokenizer.batch_decode(prompts) == texts
 
 
-def test_what_a_generation_config_asks_for_is_named_unless_it_has_a_flag():
-    model = CausalLM(copy.copy(random_model()))
-
-    def named(asked: dict, **flags) -> dict:
-        model.model.generation_config = SimpleNamespace(to_dict=lambda: asked)
-        return model.not_applied(Settings(**flags))
-
-    asked = dict.fromkeys(GenerationConfig().to_dict(), 0.5)
-    flags = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
-    assert named(asked).keys() == PENALTIES.keys()
-    assert named(asked, **flags).keys() == PENALTIES.keys() | WARPERS.keys() | flags.keys()
-    assert not named(PENALTIES | WARPERS | flags, **flags)
-
-
-def test_a_draft_may_have_another_special_token(tmp_path):
-    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
-    rename(tmp_path, "endoftext", "unheard-of")
-    assert Job(Settings(draft=str(tmp_path), prompt="def f(x):")).vocab_size == 2048
-
-
 def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):
     words = [*pair, "--mode", "sd", "--batch-size", 64, "--output", tmp_path / "out"]
     assert obey("saguaro.py", *words)[0] == 0
@@ -550,7 +507,7 @@ def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):
 def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
     rows = [{"task_id": "T/0", "question": "def f(x):", "answer": [1], "text": "x"},
             {"prompt": "class A:", "settings": 1, "statistics": 2, "tokens": "ours"}]
-    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "prompts").write_text("\n".join(map(json.dumps, rows)), "utf-8-sig")
     words = [*pair[:pair.index("--prompt")], "--mode", "ar", "--prompts", tmp_path / "prompts",
              "--output", tmp_path / "out"]
     assert obey("saguaro.py", *words)[0] == 0
@@ -604,7 +561,8 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
     screen.print_times(Settings(batch_size=2), summary | {
         "T_p": 1.5, "T_b": 0.25, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5,
         "E_hit": 3, "E_miss": 2})
-    assert "1.90   x autoregressive with these values, 0.79 x SD" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1.90   x autoregressive with these values, 0.79 x SD" in shown and " waits" in shown
 
 
 @pytest.mark.parametrize("prompt, text, shown", (
@@ -839,15 +797,19 @@ def test_no_rank_outlives_the_other(tmp_path):
         assert not list((tmp_path / name / "temporary").iterdir()), "where they would have met"
 
 
-@pytest.mark.parametrize("sign", ("Connection reset by peer", "No route to host", "Broken pipe",
-                                  "Timed out waiting 600000ms for recv operation to complete"))
-def test_a_rank_without_the_others_ends_with_one_sentence(sign, capsys, monkeypatch):
+@pytest.mark.parametrize("problem, status, sentence", (
+    *((RuntimeError(f"[transport/tcp/pair.cc:547] {sign}"), 1, "stops: another rank is gone\n")
+      for sign in ("Connection reset by peer", "No route to host", "Broken pipe",
+                   "Timed out waiting 600000ms for recv operation to complete")),
+    (MemoryError(), 2, "lacks memory or threads (MemoryError()): allow more, or try more target")))
+def test_a_rank_without_the_others_or_without_memory_ends_with_one_sentence(
+        problem, status, sentence, capsys, monkeypatch):
     def main():
-        raise RuntimeError(f"[transport/tcp/pair.cc:547] {sign}")
+        raise problem
 
     monkeypatch.setattr(launch, "GRACE", 0)
-    assert launch.exit_status(main) == 1
-    assert capsys.readouterr().err.endswith(": rank 0 stops: another rank is gone\n")
+    assert launch.exit_status(main) == status
+    assert f"rank 0 {sentence}" in capsys.readouterr().err
 
 
 @slow
@@ -1060,9 +1022,6 @@ def test_the_text_is_the_same_in_every_mode_wherever_the_models_are(pair, tmp_pa
         assert not any(output for other in others for _, output in other), "rank 0 alone prints"
         for name, (status, output) in zip(names, first):
             assert status == 0 and output.count("tokens with") == 1, output
-            tp_size = count - (name in ("greedy", "sampled"))
-            shared = f"\n  {tp_size} ranks share the target\n" in output
-            assert shared == (tp_size > 1), output
             _, outputs, statistics = read_output(tmp_path / f"{count}{name}")
             hit_rate = statistics["hit_rate"]
             assert texts.setdefault(name, outputs) == outputs, (count, name)
@@ -1113,7 +1072,8 @@ def fresh_model(family: str = "llama", **changes):
      pytest.raises(UserError, match="gpt_neo models give other logits")),  # a mask by slot
     ("bert", {}, pytest.raises(UserError, match="this bert model is not causal")),
     ("mpt", {}, pytest.raises(UserError, match="mpt models give other logits")),  # ALiBi
-    ("bloom", {}, pytest.raises(UserError, match="bloom models cannot run")),  # ALiBi
+    ("bloom", {}, pytest.raises(UserError, match="bloom models cannot run with KV slots")),  # ALiBi
+    ("xlm", {}, pytest.raises(UserError, match="xlm models cannot run in torch.float32")),
     ("mamba", {}, pytest.raises(UserError, match="in all layers, not linear_attention")),
     # it has no window, but transformers' cache believes its configuration
     ("llama", dict(sliding_window=8), pytest.raises(UserError, match="with sliding_window in")),
@@ -1122,13 +1082,6 @@ def fresh_model(family: str = "llama", **changes):
 def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes, expected):
     with expected:
         check_model(CausalLM(fresh_model(family, **changes).float()))
-
-
-def test_a_model_that_fails_at_once_is_named_with_its_type(monkeypatch):
-    model = CausalLM(fresh_model().float())
-    monkeypatch.setattr(model.model, "forward", lambda *_, **__: 1 / 0)
-    with pytest.raises(UserError, match="^llama models cannot run in torch.float32: division"):
-        check_model(model)
 
 
 WINDOWED, MIXED, CHUNKED = windowed(50)  # more than the text with which a model is tried

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cache import PRIMARY
 from cli.settings import Settings
-from cli.text import TextStream, text_pieces
+from cli.text import text_pieces
 from run.job import Job
 from run.screen import Display
 
@@ -56,15 +56,6 @@ def test_the_text_is_what_the_prompt_lacks_whatever_the_decoder_does(kind):
             possible += 1
             assert before + "".join(pieces) == whole, (prompt, tokens)
     assert possible > 1500
-
-
-def test_text_does_not_wait_for_longer_than_it_must():
-    tokenizer = tokenizer_with("strip")
-    stream = TextStream(tokenizer, [2])
-    tokens = ["▁", "▁return", "<0xC3>", "<0xA9>", "</s>", "a", "<0xEB>"]
-    *ids, last = tokenizer.convert_tokens_to_ids(tokens)
-    pieces = [*map(stream.step, ids), stream.step(last, last=True)]
-    assert pieces == ["", "  return", "", "", "", "éa", "\ufffd"]
 
 
 @pytest.mark.parametrize("kind, prompt, tokens, text", (

@@ -14,9 +14,7 @@ with suppress(FileNotFoundError):  # there is no temporary folder: who needs one
         try:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "saguaro")
             folder.mkdir(0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-            if folder.stat().st_uid != getattr(os, "getuid", int)():  # on Windows all are 0
-                raise PermissionError
+            folder.chmod(0o700)  # fails if it is another account's
         except (OSError, RuntimeError):  # there is no home, or none that can be written
             until_exit = tempfile.TemporaryDirectory(prefix=PRIVATE)
             folder = until_exit.name

@@ -10,8 +10,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
                      r"\ud800-\udfff\ufffe\uffff]")
 LACKS = ("out of memory", "allocate memory",  # of a GPU, of the host
          "failed to map segment", "start new thread")
-# what is said of a file that is no checkpoint: by safetensors, and by torch (118: v of "version")
-NO_WEIGHTS = ("deserializing header", "Unsupported operand 118")
 
 
 class UserError(Exception):
@@ -26,7 +24,7 @@ def printable(text: str) -> str:
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, and the second if the first ends in a
     colon. Of a Git LFS pointer, which everybody meets once, it would not help."""
-    if any(sign in str(problem) for sign in NO_WEIGHTS):
+    if "deserializing header" in str(problem):  # by safetensors
         return ("it holds no weights: a download that broke off, or a Git LFS pointer, of about "
                 "130 bytes, for which `git lfs pull` fetches the file")
     message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)

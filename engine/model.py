@@ -31,25 +31,16 @@ from typing import Callable
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from engine.errors import UserError, reported_as
 from engine.timing import PacedClock
 
-PENALTIES = {  # what else changes `generate`'s text, and the value that changes nothing
-    "repetition_penalty": 1, "num_beams": 1, "guidance_scale": 1, "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0, "token_healing": False,
-    "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "sequence_bias": None, "forced_bos_token_id": None,
-    "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "stop_strings": None,
-    "max_time": None, "watermarking_config": None, "penalty_alpha": 0, "dola_layers": None}
-WARPERS = {"min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 FEW_TOKENS = 64  # tokens a row; on a GPU passes of more do not attend by `matrix_products`
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
-# the attention of most models; it is ours already if this module is loaded again
-SDPA = globals().get("SDPA", ALL_ATTENTION_FUNCTIONS["sdpa"])
 logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
 
 
@@ -164,14 +155,6 @@ class CausalLM:
             self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
                         logits=False)
 
-    def not_applied(self, settings) -> dict[str, object]:
-        """Return what the generation config asks for, and these `cli.settings` do not."""
-        asked = self.model.generation_config.to_dict()
-        flags = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
-        others = PENALTIES | WARPERS | flags if settings.temperature else PENALTIES
-        return {name: asked[name] for name, neutral in others.items()
-                if asked.get(name) not in (None, [], neutral)}
-
     @property
     def eos_tokens(self) -> list[int]:
         """Return every end-of-sequence id of the generation config."""
@@ -180,9 +163,9 @@ class CausalLM:
 
 
 def grouped_attention(module, query, key, value, attention_mask=None, **options):
-    """Attend as `SDPA` does, queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`,
+    """Attend as `sdpa` does, queries `[B, heads, n, d]` to keys and values `[B, groups, slots, d]`,
     each shared by several heads (Ainslie et al. 2023), under a mask `[B, 1, n, slots]`. Returns
-    `[B, n, heads, d]`, and None for the weights. `SDPA` copies keys and values for every head,
+    `[B, n, heads, d]`, and None for the weights. `sdpa` copies keys and values for every head,
     which behind a long text takes longer than the rest of a pass. Here the queries of heads that
     share keys are rows of one head. On a CPU many rows are faster in PyTorch's kernel that shares
     keys itself, and copies no mask."""
@@ -194,7 +177,7 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     alike = alike and not options.get("dropout")  # another program's, while it trains
     by_products = on_gpu and n <= FEW_TOKENS
     if not alike or (heads == groups and not by_products):
-        return SDPA(module, query, key, value, attention_mask, **options)
+        return sdpa(module, query, key, value, attention_mask, **options)
     as_rows = on_gpu or n < 16
     if as_rows:
         query = query.reshape(rows, groups, -1, size)

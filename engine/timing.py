@@ -1,6 +1,6 @@
 """Times every piece of work, and can let it take as long as on other hardware."""
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -9,8 +9,7 @@ SPIN = 0.0003  # seconds by which a sleep may be late
 
 class PacedClock:
     """Records when each piece of a model's work began and ended: `with clock("verify"): ...`. A GPU
-    takes the times itself (CUDA events), so that the host need not wait for it. There the work is
-    also an NVTX range of this name.
+    takes the times itself (CUDA events), so that the host need not wait for it.
 
     With a `pace`, work takes at least so many seconds for every pass in it, as on hardware of that
     latency: work that was done sooner sleeps for the rest. This assumes that a pass takes as long
@@ -27,8 +26,7 @@ class PacedClock:
         start = self.now()
         begun = time.perf_counter()
         self.passes = 0
-        with torch.cuda.nvtx.range(work) if self.device.type == "cuda" else nullcontext():
-            yield
+        yield
         in_time = self.wait(begun + self.passes * self.pace) if self.pace else None
         self.marks.append((work, start, self.now(), self.passes, in_time))
 

@@ -15,12 +15,10 @@ What is guessed, and when, changes the speed alone. A text stays the target's if
 (ii) whether a token is sent, and how many are, depends on what stands before it, never on the token
      itself. To drop drawn tokens whose q is small, for example, is to draw from another q.
 
-A new verification needs a proof of its own. The audit finds texts that break the rules; this writes
-about 16,000 tokens and audits them, in some minutes:
+A new verification needs a proof of its own. The audit finds broken rules; this takes minutes:
 
-    for i in $(seq 8); do cat tiny/prompts.jsonl; done > many.jsonl
-    python saguaro.py --temperature 1 --backup NAME --prompts many.jsonl --batch-size 16 \\
-        --output FILE
+    for i in $(seq 8); do cat tiny/prompts.jsonl; done > 8x.jsonl
+    python saguaro.py --temperature 1 --backup NAME --prompts 8x.jsonl --batch-size 16 --output FILE
     python -m audit FILE --temperature 1
 """
 from importlib import import_module

@@ -13,13 +13,12 @@ class ConfidentDraft(DraftWorker):
     """Shares the budget out by the draft model's own q. That q has no temperature, top-k or top-p:
     a greedy q would be sure of itself, and nothing would be guessed for k < K."""
 
-    def __init__(self, *arguments, settings):
-        """`settings` have a of the primary and of a backup, and r."""
+    def __init__(self, *arguments):
+        """`settings`, which `run.Decoder` adds, have a of the primary and of a backup, and r."""
         super().__init__(*arguments)
-        a = settings.acceptance_rate
-        a_backup = settings.backup_acceptance_rate if self.plan.backup == "neural" else None
+        a = self.settings.acceptance_rate
+        a_backup = self.settings.backup_acceptance_rate if self.plan.backup == "neural" else None
         self.acceptance_rates = torch.tensor([a, a if a_backup is None else a_backup])
-        self.miss_exponent = settings.miss_exponent
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
         super().advance(speculation, outcome)
@@ -48,7 +47,7 @@ class ConfidentDraft(DraftWorker):
             sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
             by_backup = to_device(speculation.source == BACKUP, self.q.device)[:, None, None]
             accepted = accepted.minimum(q_drafted / sent).where(by_backup, accepted)
-        fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.miss_exponent,
+        fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.settings.miss_exponent,
                             self.plan.budget).cpu()
         source = speculation.source[self.active]
         self.guess_counts.fan_outs.index_add_(0, source, fan_out[self.active])  # for the summary

@@ -41,11 +41,9 @@ class Decoder:
         self.draft = None
         if models.draft and settings.mode != "ar":
             # what --fan-out and --verification add to the paper's draft, by inheritance
-            idea = SPECULATORS.get(settings.fan_out)
-            kinds = filter(None, (idea, GUESSERS.get(verification), DraftWorker))
-            more = {"settings": settings} if idea else {}
-            self.draft = type("Draft", tuple(kinds), {})(
-                models.draft, sampler, settings.seed, plan, **more)
+            ideas = filter(None, (SPECULATORS.get(settings.fan_out), GUESSERS.get(verification)))
+            Draft = type("Draft", (*ideas, DraftWorker), {"settings": settings})
+            self.draft = Draft(models.draft, sampler, settings.seed, plan)
         self.channel = None
         if self.placement and self.placement.world_size > 1:
             dtype = torch.float64 if settings.dtype == "float64" else torch.float32
@@ -185,7 +183,7 @@ def main(settings: Settings) -> None:
     settings.batch_size = min(settings.batch_size, len(job.prompts))  # Theorems 7 and 17 mean it
     display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
-    if job.placement.any_gpu:
+    if {*job.placement.devices} != {"cpu"}:
         warm_up(settings, models, job.prompts)
     decoder = Decoder(settings, models)
     batches = batches_of(job.prompts, settings.batch_size)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, __version__
 from cli.settings import DecodingSettings, read_prompts
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
-from engine.errors import UserError, printable, reported_as
+from engine.errors import UserError, reported_as
 from engine.model import CausalLM, context_length, load
 from engine.tensor_parallel import check_shardable, split
 from run.placement import Placement
@@ -81,11 +81,6 @@ class Job:
                 dist.barrier()
         if target:
             target = self.ready(target)
-        ignored = target.not_applied(self.settings) if placement.rank == 0 else {}
-        if ignored:
-            asked = ", ".join(f"{name} {value}" for name, value in ignored.items())
-            print(printable(f"not applied, though {self.settings.target} asks for it in "
-                          f"generation_config.json: {asked}"), file=sys.stderr, flush=True)
         return Models(target, draft, self.context, self.vocab_size, self.max_length, placement)
 
     def load_draft(self) -> CausalLM:
@@ -93,16 +88,14 @@ class Job:
         return self.ready(CausalLM(model, self.vocab_size))
 
     def ready(self, model: CausalLM) -> CausalLM:
-        """Check the model as it will run."""
-        if self.placement.on_gpus and self.settings.passes == "compiled" and sys.stderr.isatty():
-            print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
-        check_model(self.with_graphs(model))
-        return model
-
-    def with_graphs(self, model: CausalLM) -> CausalLM:
-        """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager."""
+        """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager, and
+        check it as it will run."""
+        compiled = self.settings.passes == "compiled"
         if self.placement.on_gpus and self.settings.passes != "eager":
-            model.forward_fn = GraphRunner(model, compiled=self.settings.passes == "compiled")
+            if compiled and sys.stderr.isatty():
+                print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
+            model.forward_fn = GraphRunner(model, compiled)
+        check_model(model)
         return model
 
     @property

@@ -115,11 +115,6 @@ class Placement:
         return group
 
     @property
-    def any_gpu(self) -> bool:
-        """Return whether any rank computes on a GPU."""
-        return any(device != "cpu" for device in self.devices)
-
-    @property
     def on_gpus(self) -> bool:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]

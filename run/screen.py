@@ -144,14 +144,8 @@ def print_summary(job, summary: dict[str, Any]) -> None:
         print_times(settings, summary)
         print_line("fan-out", "", "", f"{summary['fan_out']} after a hit, "
                    f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
-        if settings.backup == "auto":
-            b = summary["critical_batch_size"]
-            print_line("critical batch size", "", "", "none: neural is better at every size"
-                       if b is None else f"{b:.1f} (Thm. 17)")
-    if job.placement.any_gpu:
+    if {*job.placement.devices} != {"cpu"}:
         print_line("devices", "", "", ", ".join(job.placement.devices))
-    if job.placement.tp_size > 1:
-        print(f"  {job.placement.tp_size} ranks share the target")
     kept = summary["pace_kept"]
     print_line("pace kept", kept, ".0%",
                "of passes: target {:g} ms, draft {:g} ms".format(*settings.pace))
@@ -174,9 +168,7 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         return
     hidden = "hidden behind it"
     if T_p and round(T_p, 2) > 1:
-        fits = int((settings.lookahead + 1) / T_p) - 1  # T_p is K + 1 passes
-        unless = f"unless --lookahead is at most {fits}" if fits > 0 else "with every --lookahead"
-        hidden = f"the target waits {unless}"
+        hidden = "the target waits for it (see --lookahead)"
     print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
     print_line("backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":

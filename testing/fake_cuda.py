@@ -90,22 +90,6 @@ class FakeCUDATensor(Tensor):
     def tolist(self) -> list:
         return self.cpu().tolist()
 
-    if not torch.backends.cuda.is_built():  # PyTorch's own ask for a device guard
-        def __getitem__(self, index):
-            return FakeCUDATensor(self.numbers[on_host(index)], self.device)
-
-        def __setitem__(self, index, value):
-            self.numbers[on_host(index)] = on_host(value)
-
-        def copy_(self, source, non_blocking=False):
-            return torch.ops.aten.copy_(self, source, non_blocking)
-
-        def contiguous(self):
-            return torch.ops.aten.clone(self, memory_format=torch.contiguous_format)
-
-        def __float__(self) -> float:
-            return float(self.cpu())
-
     def __torch_dispatch__(self, *_, **__):
         raise RuntimeError("a tensor on a GPU, and no FakeCUDA")
 
@@ -201,13 +185,11 @@ def fake_gpus(count: int = 2) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: count
     torch.cuda.get_device_capability = lambda _: (9, 0)
-    torch.cuda.mem_get_info = lambda _: (2 ** 36, 2 ** 36)
     torch.cuda.set_sync_debug_mode = lambda mode: None  # they always warn
     warnings.simplefilter("ignore")
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_device_name = lambda _: "stand-in"
     torch.cuda.set_device = lambda _: None
-    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
 
 
 def real_gpus(count: int = 1) -> None:
@@ -221,9 +203,11 @@ def real_gpus(count: int = 1) -> None:
 
 
 def on_gpus(*values) -> list:
-    """Parameters of a test: `gpus`, and other `values`. `gpus` is `fake_gpus` and, where there is a
-    GPU, `real_gpus`. A rank's job calls it first, with the number of GPUs that all ranks want, so
-    one job runs on stand-ins everywhere and on GPUs where there are some."""
+    """Parameters of a test: `gpus`, and other `values`. `gpus` is `fake_gpus`, which need a PyTorch
+    for GPUs, and, where there is a GPU, `real_gpus`. A rank's job calls it first, with the number
+    of GPUs that all ranks want, so one job runs on stand-ins and on GPUs."""
     # a text: pytest evaluates it, and no rank, which must not touch CUDA before its job does
     skip = pytest.mark.skipif("not torch.cuda.is_available()", reason="no GPU that PyTorch can use")
-    return [pytest.param(fake_gpus, *values), pytest.param(real_gpus, *values, marks=skip)]
+    cpu_only = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="no PyTorch for GPUs")
+    return [pytest.param(fake_gpus, *values, marks=cpu_only),
+            pytest.param(real_gpus, *values, marks=skip)]
