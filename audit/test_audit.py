@@ -271,7 +271,6 @@ BAD_FILES = {
     '{"prompt": "letters", "tokens": [1]}': "the target has no tokenizer",
     '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["a"]}': "2 tokens and 1 entries of group",
     '{"prompt_tokens": [1], "tokens": [1, 2], "group": ["all", ""]}': "none called all",
-    '{"prompt_tokens": [1], "tokens": [1], "group": 3}': "group must be a list",
     '{"prompt_tokens": [1], "tokens": [1, 2], "group": "ab"}': "group must be a list",
     '{"prompt_tokens": [1], "tokens": [1], "settings": {}}': "have lines of their own",
     '{"prompt_tokens": [1], "tokens": [1], "statistics": 1}': "have lines of their own",

@@ -522,6 +522,8 @@ def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, 
         logits = [model.causal(piece, torch.full((2,), start))
                   for start, piece in zip(starts, pieces)]
     assert_close(torch.cat(logits, 1), expected, 1e-6)
+    model.allocate(4, 32, 0)
+    assert (model.kv.rows, model.kv.slots) == (4, 40), "more rows, and the slots of a longer text"
     check_model(model)
     if model.model.config._attn_implementation == "sdpa":
         def mistake(module, query, key, value, mask=None, **options):
