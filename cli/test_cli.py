@@ -925,12 +925,13 @@ def tell():
 
 atexit.register(tell)  # the function that is registered first runs last
 """
-OWN = """import os, sys
+OWN = """import os, sys, torch
 from run import Decoder, Job, Settings
 jobs = [Job(Settings(prompt="x", max_new_tokens=4)) for _ in range(2)]
 decoders = [Decoder(job.settings, job.load()) for job in jobs]
 for job, decoder in zip(jobs, decoders):
     decoder(job.prompts)
+assert torch.get_num_threads() <= len(os.sched_getaffinity(0))  # or they wait for each other
 if job.placement.rank == 1:
     sys.exit(3)
 if job.placement.rank == 0:

@@ -166,9 +166,8 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     if summary["seconds"] is None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
-    hidden = "hidden behind it"
-    if T_p and round(T_p, 2) > 1:
-        hidden = "the target waits for it (see --lookahead)"
+    late = T_p is not None and round(T_p, 2) > 1
+    hidden = "the target waits for it (see --lookahead)" if late else "hidden behind it"
     print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
     print_line("backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":
