@@ -455,7 +455,7 @@ def growth(bench: Bench) -> list[Metrics]:
              "batch size": rows, "vocabulary": vocab_size}
         for name, model in zip(("target", "draft"), models):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            ours = bench.job.ready(CausalLM(model))
+            ours = bench.job.with_graphs(CausalLM(model))
             ours.allocate(rows, context, scratch=tokens.shape[1])
             for n in sorted({1, K + 1, budget}):
                 f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)

@@ -447,7 +447,7 @@ def simulate(samples: int = SAMPLES, **choices) -> list[torch.Tensor]:
         record = run_rounds(decoder, prompts, 2)
         (_, first), (speculation, second) = record[1:]
         num_accepted = torch.stack([first.num_accepted, second.num_accepted], 1)
-        texts = [(tokens + 4 * [0])[:7] for _, tokens, _ in texts_of(record, prompts)]  # 3 and more
+        texts = [(tokens + 4 * [0])[:7] for _, tokens, _ in texts_of(record, prompts)]  # padded
         chunks.append((torch.tensor(texts), num_accepted, speculation.source))
     return [torch.cat(parts) for parts in zip(*chunks)]
 

@@ -15,9 +15,9 @@ WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
 
 
 @torch.inference_mode()
-def check_model(model: CausalLM) -> None:
-    """Raise `UserError` for a model that is not causal, or whose logits change with slots by more
-    than with transformers' own cache, which is rounding."""
+def check_model(model: CausalLM) -> CausalLM:
+    """Return a model as it is. Raises `UserError` if it is not causal, or if its logits change with
+    slots by more than with transformers' own cache, which is rounding."""
     config = model.model.config
     family = config.model_type
     n = min(PROBE, model.context)
@@ -51,6 +51,7 @@ def check_model(model: CausalLM) -> None:
         given = f"with {' and '.join(windows)} in config.json " if windows else ""  # may be stray
         raise UserError(f"{given}{family} models give other logits with KV slots and tree "
                         "attention, so their text would be wrong")
+    return model
 
 
 def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Tests of what larger models need: placement, CUDA graphs, tensor parallelism, GPUs. There need be
-no GPU: `FakeGraph` stands in for a CUDA graph, `FakeCUDA` for GPUs. Where there are GPUs, the tests
-that have `on_gpus` run on these, too.
+no GPU: `FakeGraph` stands in for a CUDA graph, and, if PyTorch was built with CUDA, `FakeCUDA` for
+GPUs. Where there are GPUs, the tests that have `on_gpus` run on these, too.
 
     python -m pytest engine/test_engine.py -rs      # and says which tests want more GPUs
 """

@@ -80,22 +80,20 @@ class Job:
             if placement.world_size > 1:
                 dist.barrier()
         if target:
-            target = self.ready(target)
+            target = check_model(self.with_graphs(target))
         return Models(target, draft, self.context, self.vocab_size, self.max_length, placement)
 
     def load_draft(self) -> CausalLM:
         model = load(self.settings.draft, self.draft_config, self.dtype, self.placement.device)
-        return self.ready(CausalLM(model, self.vocab_size))
+        return check_model(self.with_graphs(CausalLM(model, self.vocab_size)))
 
-    def ready(self, model: CausalLM) -> CausalLM:
-        """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager, and
-        check it as it will run."""
+    def with_graphs(self, model: CausalLM) -> CausalLM:
+        """Let a model whose ranks all have GPUs replay its passes, unless --passes says eager."""
         compiled = self.settings.passes == "compiled"
         if self.placement.on_gpus and self.settings.passes != "eager":
             if compiled and sys.stderr.isatty():
                 print(f"rank {self.placement.rank}: compiling ...", file=sys.stderr, flush=True)
             model.forward_fn = GraphRunner(model, compiled)
-        check_model(model)
         return model
 
     @property

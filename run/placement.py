@@ -72,7 +72,8 @@ class Placement:
         elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
             with suppress(OSError):  # some sandboxes forbid it
                 os.sched_setaffinity(0, self.cores)
-                torch.set_num_threads(min(len(self.cores), torch.get_num_threads()))  # more spin
+                # threads that share a core spin while they wait for each other
+                torch.set_num_threads(min(len(self.cores), torch.get_num_threads()))
         waits = f"rank {self.rank} of {self.world_size} waits for the others to start"
         asked = {name: str(value) for name, value in asked.items()}
         where = f" in {os.environ[STORE]} (see TMPDIR)" if STORE in os.environ else ""

@@ -167,7 +167,7 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
     late = T_p is not None and round(T_p, 2) > 1
-    hidden = "the target waits for it (see --lookahead)" if late else "hidden behind it"
+    hidden = "the target waits, less with a smaller K" if late else "hidden behind it"
     print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
     print_line("backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":

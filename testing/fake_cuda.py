@@ -1,5 +1,5 @@
 """GPUs for tests: real ones, where there are some, and stand-ins for them and for CUDA graphs, on
-which the code for GPUs runs everywhere, and fails where it would on a GPU.
+which the code for GPUs runs without one, and fails where it would on a GPU.
 """
 import os
 import warnings
