@@ -60,9 +60,9 @@ class Decoder:
                  on_tokens: Callable = lambda *_: None) -> list[list[int]]:
         """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
         says why each text ended. Rank 0 calls `on_tokens` after every round with a row, its new
-        tokens and their source, and ends the row's text if that returns False, also NumPy's or a
-        tensor's; 0 and None go on. What it raises is raised here, once the batch has ended on all
-        ranks. Raises `UserError` for prompts that cannot go on, or that ranks differ in."""
+        tokens and their source. It may `stop` a row; what it raises is raised here, once the batch
+        has ended on all ranks. Raises `UserError` for prompts that cannot go on, or that ranks
+        differ in."""
         self.models.set_pace(self.settings.pace)
         prompts = [list(map(int, prompt)) for prompt in prompts]
         if self.channel and len(set(gather(crc32(repr(prompts).encode())))) > 1:
@@ -71,6 +71,7 @@ class Decoder:
         check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
+        self.sequences = sequences
         failure = None
         if self.channel is None or self.placement.rank == 0:
             failure = self.lead(sequences, on_tokens)
@@ -87,6 +88,10 @@ class Decoder:
             raise failure
         return sequences.new_tokens
 
+    def stop(self, row: int) -> None:
+        """End the text of this row after the round that `on_tokens` hears of."""
+        self.sequences.stop(row)
+
     def lead(self, sequences: Sequences, on_tokens: Callable) -> BaseException | None:
         """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
         failure = None
@@ -98,9 +103,7 @@ class Decoder:
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:
-                    told = on_tokens(row, new_tokens, source)
-                    if getattr(told, "dtype", type(told)) in (bool, torch.bool) and not told:
-                        sequences.stop(row)
+                    on_tokens(row, new_tokens, source)
             except BaseException as problem:  # other ranks are at work: end the batch with them
                 failure = problem
                 for row in range(len(sequences.prompts)):
