@@ -29,32 +29,42 @@ class Decoder:
         self.models = models
         self.placement = models.placement
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
+        self.sampler = Sampler(settings.temperature, settings.top_k, settings.top_p,
+                               settings.downweight)
+        self.verification = settings.verification
+        if self.sampler.greedy and self.verification in GUESSERS:
+            self.verification = "token"  # nothing is drawn, so there is nothing to foresee
         plan = make_plan(settings)
-        sampler = Sampler(settings.temperature, settings.top_k, settings.top_p, settings.downweight)
-        verification = settings.verification
-        if sampler.greedy and verification in GUESSERS:
-            verification = "token"  # nothing is drawn, so there is nothing to foresee
-        self.target = None  # what is None is another rank's work, or nobody's
-        if models.target:
-            self.target = TargetWorker(models.target, sampler, settings.seed,
-                                       VERIFICATIONS[verification])
-        self.draft = None
-        if models.draft and settings.mode != "ar":
-            # what --fan-out and --verification add to the paper's draft, by inheritance
-            ideas = filter(None, (SPECULATORS.get(settings.fan_out), GUESSERS.get(verification)))
-            Draft = type("Draft", (*ideas, DraftWorker), {"settings": settings})
-            self.draft = Draft(models.draft, sampler, settings.seed, plan)
-        self.channel = None
-        if self.placement and self.placement.world_size > 1:
-            dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-            device = self.placement.device if self.placement.world_group else "cpu"
-            q_template = sampler.q_template(models.vocab_size, dtype, device)
-            self.channel = Channel(self.placement, self.lookahead, q_template)
-        if settings.mode != "ar" and not (self.draft or self.channel):
+        drafts = models.draft and self.lookahead
+        several = self.placement and self.placement.world_size > 1
+        # what is None is another rank's work, or nobody's
+        self.target = self.make_target() if models.target else None
+        self.draft = self.make_draft(plan) if drafts else None
+        self.channel = self.make_channel() if several else None
+        if self.lookahead and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         self.eos = models.target.eos_tokens if self.target and not settings.ignore_eos else []
         chosen = choices_of(plan, settings.downweight) if self.lookahead else {}
         self.stats = Stats(chosen, in_turns=settings.mode == "ssd" and not self.channel)
+
+    def make_target(self) -> TargetWorker:
+        rule = VERIFICATIONS[self.verification]
+        return TargetWorker(self.models.target, self.sampler, self.settings.seed, rule)
+
+    def make_draft(self, plan: Plan) -> DraftWorker:
+        """Make the paper's draft, with what the ideas of --fan-out and --verification change."""
+        ideas = (SPECULATORS.get(self.settings.fan_out), GUESSERS.get(self.verification))
+
+        class Draft(*filter(None, ideas), DraftWorker):
+            settings = self.settings
+
+        return Draft(self.models.draft, self.sampler, self.settings.seed, plan)
+
+    def make_channel(self) -> Channel:
+        dtype = torch.float64 if self.settings.dtype == "float64" else torch.float32
+        device = self.placement.device if self.placement.world_group else "cpu"
+        q_template = self.sampler.q_template(self.models.vocab_size, dtype, device)
+        return Channel(self.placement, self.lookahead, q_template)
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable = lambda *_: None) -> list[list[int]]:
