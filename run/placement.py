@@ -30,33 +30,16 @@ class Placement:
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         self.rank, self.world_size, local_rank, local_world_size = (
             int(os.environ.get(name, value)) for name, value in alone.items())
-        if settings.device == "cuda":
-            with reported_as("--device cuda", (AssertionError, RuntimeError)):
-                torch.cuda.init()
         self.draft_rank = self.world_size - 1 if settings.mode == "ssd" else 0
         # the ranks that hold the target: those before the draft's own, or all
         self.tp_size = self.draft_rank or self.world_size
         self.holds_draft = self.rank == self.draft_rank and settings.mode != "ar"
-        self.device = torch.device("cpu")
-        # the driver may list GPUs that this PyTorch cannot use
-        may_use_gpus = settings.device != "cpu" and torch.cuda.is_available()
-        if may_use_gpus and local_rank < torch.cuda.device_count():
-            self.device = torch.device("cuda", local_rank)
+        self.device = device_of(local_rank, settings.device)
         self.devices = [str(self.device)]  # of all ranks
         self.world_group = None  # the default one, of gloo, unless every rank has a GPU
-        cores = range(os.cpu_count() or 1)
-        if hasattr(os, "sched_getaffinity"):
-            cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // local_world_size)
-        self.cores = cores[local_rank * share % len(cores):][:share]
+        self.cores = cores_of(local_rank, local_world_size)
         if "GOMP_SPINCOUNT" in os.environ:  # a command; the threads of scripts are their own affair
-            threads = share
-            with suppress(OSError, ValueError):  # there is no such file, or it says "max"
-                allowed, period = map(int, CPU_QUOTA.read_text().split())
-                threads = max(1, min(share, allowed // (period * local_world_size)))
-            by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else None  # if nobody chose
-            if os.environ.get("OMP_NUM_THREADS") not in (None, by_torchrun):
-                threads = min(threads, torch.get_num_threads())
+            threads = threads_for(len(self.cores), local_world_size)
             if self.device.type == "cuda" or any(settings.pace):
                 threads = 1  # of several, one is late whenever another program runs
             torch.set_num_threads(threads)
@@ -121,6 +104,41 @@ class Placement:
         """Return whether this rank, and all that hold the same model, compute on GPUs."""
         peers = self.devices[:self.tp_size] if self.rank < self.tp_size else self.devices[-1:]
         return "cpu" not in peers
+
+
+def device_of(local_rank: int, asked: str) -> torch.device:
+    """Return the device of a rank of this machine, by --device."""
+    if asked == "cuda":
+        with reported_as("--device cuda", (AssertionError, RuntimeError)):
+            torch.cuda.init()
+    # the driver may list GPUs that this PyTorch cannot use
+    may_use_gpus = asked != "cpu" and torch.cuda.is_available()
+    if may_use_gpus and local_rank < torch.cuda.device_count():
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def cores_of(local_rank: int, local_world_size: int) -> list[int]:
+    """Return the cores of a rank of this machine: an equal share of those that are allowed."""
+    cores = list(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // local_world_size)
+    first = local_rank * share % len(cores)
+    return cores[first:first + share]
+
+
+def threads_for(cores: int, local_world_size: int) -> int:
+    """Return how many threads a rank has for so many cores: no more than its share of a container's
+    quota, and than somebody chose."""
+    threads = cores
+    with suppress(OSError, ValueError):  # there is no such file, or it says "max"
+        allowed, period = map(int, CPU_QUOTA.read_text().split())
+        threads = max(1, min(threads, allowed // (period * local_world_size)))
+    by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else None  # if nobody chose
+    if os.environ.get("OMP_NUM_THREADS") not in (None, by_torchrun):
+        threads = min(threads, torch.get_num_threads())
+    return threads
 
 
 def leave_groups() -> None:
