@@ -230,10 +230,10 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
     taken to be right."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
     counts = {name: value for name, value in stats.summary().items() if name in names}
-    counts["guess_counts"] = torch.tensor(stats.guesses[0])  # [2, K+1, n+1]
+    counts["guess_counts"] = torch.tensor(stats.guess_counts)  # [2, K+1, n+1]
     if largest_tells(settings):
         table = counts["guess_counts"].sum(0)
-        table[0, 0] += sum(len(rows) for number, *_, rows in stats.log if number == 0)
+        table[0, 0] += sum(len(timed.rows) for timed in stats.log if timed.number == 0)
         counts["hit_rate"] = counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
         counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
     return counts
@@ -243,10 +243,10 @@ def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
     """Return the row of a point as it was decoded. Speed is that of the rounds in which all rows
     are active. Where the pace is slower for a batch, times are shown as if it were not."""
     slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
-    rounds = [(sum(len(row.new_tokens) for row in rows), end - start)
-              for number, start, end, rows in stats.log
-              if number > 0 and len(rows) == settings.batch_size]
-    tokens, seconds = map(sum, zip(*rounds))
+    rounds = [timed for timed in stats.log
+              if timed.number > 0 and len(timed.rows) == settings.batch_size]
+    tokens = sum(len(row.new_tokens) for timed in rounds for row in timed.rows)
+    seconds = sum(timed.seconds for timed in rounds)
     parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
     return row_of(point, settings, parts, slower * tokens / seconds)
 
@@ -369,7 +369,7 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
             a, r = fit_shape(tables[PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
     for f, stats in zip(found, bench.decode(to_measure, texts)) if name == "timeline" else ():
-        f["spans"] = [span[1:4] for span in stats.spans]
+        f["spans"] = [(span.work, span.start, span.end) for span in stats.spans]
     return found
 
 

@@ -1156,8 +1156,8 @@ def test_a_row_of_a_batch_decodes_in_the_very_rounds_in_which_it_decodes_alone()
         decoder = make_decoder(target, draft, max_new_tokens=30)
         decoder.eos = eos
         _, rounds = texts_and_rounds(decoder, prompts)
-        missed = [any(row.source == BACKUP for row in rows)
-                  for number, *_, rows in decoder.stats.log if number > 0]
+        missed = [any(row.source == BACKUP for row in timed.rows)
+                  for timed in decoder.stats.log if timed.number > 0]
         assert len(decoder.stats.seconds_of("backup")) == sum(missed)
         return [[(new, source) for number, new, source in rounds if number == row]
                 for row in range(len(prompts))]
@@ -1223,8 +1223,8 @@ def test_in_random_settings_the_statistics_are_those_of_the_rounds(seed):
     K = run.decoder.lookahead
     rounds = [(len(new), source == PRIMARY) for _, new, source in run.later]
     accepted = []  # every drafted token, up to the first rejection
-    for number, _, _, rows in run.decoder.stats.log:
-        for k in [row.num_accepted for row in rows if number > 0]:
+    for timed in run.decoder.stats.log:
+        for k in [row.num_accepted for row in timed.rows if timed.number > 0]:
             accepted += [True] * k + [False] * (k < K)
     assert run.decoder.stats.summary().items() >= {
         "tokens": sum(map(len, run.texts)),

@@ -59,7 +59,7 @@ from run import placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
 from run.screen import Display, print_summary
-from run.stats import Stats
+from run.stats import Span, Stats, TimedRound
 from testing.shared import (
     RAGGED,
     greedy_reference,
@@ -551,7 +551,8 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
 
 def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
-    summary = Stats(log=[(0, 0.0, 1.0, [row]), (1, 1.0, 1.5, [row])]).summary()
+    log = [TimedRound(0, 0.0, 1.0, [row]), TimedRound(1, 1.0, 1.5, [row])]
+    summary = Stats(log=log).summary()
     assert summary["tokens_per_second"] == 4
     summary |= {"T_b": 0.25, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5, "E_hit": 3,
                 "E_miss": 2}
@@ -1244,8 +1245,8 @@ def test_no_option_of_ssd_reaches_a_baseline(mode):
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
     rows = [[RowRound(0, PRIMARY, [0], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
-    stats = Stats(log=[(number, 0, 1, row) for number, row in enumerate(rows)])
-    stats.guesses = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]], []
+    stats = Stats(log=[TimedRound(number, 0, 1, row) for number, row in enumerate(rows)])
+    stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
     for fan_out, hits in shapes.items():
         counts = bench_py.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
@@ -1263,9 +1264,10 @@ def test_the_benchmark_counts_predicts_and_measures():
     bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24))
     decoded = []
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
-    stats = Stats(spans=[(0, "verify", 0.0, 0.2, 1, True)], log=[
-        (0, 0.0, 1.0, 4 * [row]), (1, 1.0, 1.25, 4 * [row]), (2, 1.25, 1.5, [row])])
-    stats.guesses = [[[8] + [0] * 64] * 3, [[0] * 65] * 3], []  # the first guess is right
+    stats = Stats(spans=[Span(0, "verify", 0.0, 0.2, 1, True)], log=[
+        TimedRound(0, 0.0, 1.0, 4 * [row]), TimedRound(1, 1.0, 1.25, 4 * [row]),
+        TimedRound(2, 1.25, 1.5, [row])])
+    stats.guess_counts = [[[8] + [0] * 64] * 3, [[0] * 65] * 3]  # the first guess is right
 
     def decode(points, texts):
         decoded.extend(bench.settings_of(point) for point in points)

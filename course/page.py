@@ -45,7 +45,8 @@ def timed(bench: Bench, line: dict) -> dict:
     if bench.leads and kept is not None and kept < 0.98:
         raise UserError(f"{kept:.0%} of the passes kept --pace; a page needs 98%, so none is "
                         "written: let nothing else run meanwhile, or choose a slower pace")
-    return {"launch": line, "rounds": rounds, "spans": [span[1:4] for span in decoder.stats.spans]}
+    spans = [(span.work, span.start, span.end) for span in decoder.stats.spans]
+    return {"launch": line, "rounds": rounds, "spans": spans}
 
 
 def look_inside(bench: Bench, run: dict) -> None:

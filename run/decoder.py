@@ -14,7 +14,7 @@ from ideas import ACCEPTANCE_RATES, GUESSERS, SPECULATORS, VERIFICATIONS
 from run.job import Job, Models, check_prompts
 from run.placement import gather
 from run.screen import Display
-from run.stats import Stats, choices_of
+from run.stats import Stats, TimedRound, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
 from sampling import Sampler
 from target_worker import TargetWorker
@@ -109,7 +109,7 @@ class Decoder:
         rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
         for number, _ in enumerate(rounds):
             end = time.perf_counter()
-            self.stats.log.append((number, start, end, sequences.last_round))
+            self.stats.log.append(TimedRound(number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:

@@ -114,7 +114,7 @@ class Display:
         self.bar.close()
         print("\n")
         print_summary(self.job, summary)
-        counts = dict(zip(("guess_counts", "guess_counts_after_backup"), stats.guesses[0]))
+        counts = dict(zip(("guess_counts", "guess_counts_after_backup"), stats.guess_counts))
         write_line(self.output, {"statistics": summary | counts})
         if self.job.settings.trace is not None:
             write_line(self.trace, stats.trace(self.job.placement.devices))

@@ -1,44 +1,82 @@
 """Counts and times of decoding, and the speedup that Theorem 7 predicts from them; --trace."""
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cache import BACKUP, PRIMARY, RowRound, throughput
 from draft_worker import Plan
+
+
+class TimedRound(NamedTuple):
+    """Holds a round of a batch, and when it began and ended, in seconds."""
+    number: int  # 0: the batch's prefill
+    start: float
+    end: float
+    rows: list[RowRound]  # the active ones
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Span(NamedTuple):
+    """Holds a piece of a rank's work, as `PacedClock.read` tells it."""
+    rank: int
+    work: str
+    start: float
+    end: float
+    passes: int
+    in_time: bool | None  # None: there was no pace
 
 
 @dataclass
 class Stats:
     """Collects what was decoded, and its times in seconds."""
     choices: dict[str, Any] = field(default_factory=dict)  # see `choices_of`; none: no draft
-    in_turns: bool = False    # one process does the work of two, so times mean nothing
-    # (number, start, end, active rows) of every round; round 0 of a batch is its prefill
-    log: list[tuple[int, float, float, list[RowRound]]] = field(default_factory=list)
-    # (rank, work, start, end, passes, in time) of all ranks, without prefill: `PacedClock.read`
-    spans: list[tuple[int, str, float, float, int, bool | None]] = field(default_factory=list)
-    guesses: tuple[list, list] = ([], [])  # `GuessCounts.tables`
+    in_turns: bool = False  # one process does the work of two, so times mean nothing
+    log: list[TimedRound] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # of all ranks, without prefill
+    guess_counts: list = field(default_factory=list)  # `GuessCounts.table` and `.fan_outs`
+    fan_outs: list = field(default_factory=list)
 
     def add(self, ranks: list[tuple[list, list]]) -> None:
         """Add, of every rank, the spans of a batch, and `GuessCounts.tables` of all so far."""
-        for rank, (spans, guesses) in enumerate(ranks):
-            self.spans += [(rank, *span) for span in spans]
-            self.guesses = guesses or self.guesses
+        for rank, (spans, tables) in enumerate(ranks):
+            self.spans += [Span(rank, *span) for span in spans]
+            if tables:
+                self.guess_counts, self.fan_outs = tables
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
-        return [end - start for _, name, start, end, *_ in self.spans if name == work]
+        return [span.end - span.start for span in self.spans if span.work == work]
 
     def mean_seconds(self, work: str) -> float | None:
         seconds = self.seconds_of(work)
         return ratio(sum(seconds), len(seconds))
 
+    def pace_kept(self) -> float | None:
+        """Return the share of the passes that were done in time for the pace."""
+        paced = [span for span in self.spans if span.in_time is not None]
+        kept = sum(span.passes for span in paced if span.in_time)
+        return ratio(kept, sum(span.passes for span in paced))
+
+    def mean_fan_outs(self) -> dict[str, list[float]]:
+        """Return the mean F_0..F_K, after a hit and after a backup, where an idea has chosen them
+        round by round."""
+        means = {}
+        for name, total in zip(("fan_out", "fan_out_after_backup"), self.fan_outs):
+            if any(total):
+                budget = sum(self.choices["fan_out"])
+                means[name] = [round(budget * F / sum(total), 1) for F in total]
+        return means
+
     def summary(self) -> dict[str, Any]:
         """Return the statistics, None for what was not measured. `acceptance_rate` is the paper's
         a (not with blocks), by maximum likelihood. T_p (trunk and tree), T_b: in verifications."""
-        decoding = [(end - start, rows) for number, start, end, rows in self.log if number > 0]
-        prefill = [(end - start, rows) for number, start, end, rows in self.log if number == 0]
-        seconds = None if self.in_turns else sum(seconds for seconds, _ in decoding)
-        rows = [row for _, rows in decoding for row in rows]
+        prefill = [timed for timed in self.log if timed.number == 0]
+        decoding = [timed for timed in self.log if timed.number > 0]
+        seconds = None if self.in_turns else sum(timed.seconds for timed in decoding)
+        rows = [row for timed in decoding for row in timed.rows]
         after_hit = [len(row.new_tokens) for row in rows if row.source == PRIMARY]
         after_miss = [len(row.new_tokens) for row in rows if row.source == BACKUP]
         tokens = sum(after_hit + after_miss)
@@ -46,12 +84,8 @@ class Stats:
         rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # at most 1 each
         verify = self.mean_seconds("verify")
         ahead = [self.mean_seconds(work) for work in ("trunk", "tree")]
-        paced = [(passes, in_time) for *_, passes, in_time in self.spans if in_time is not None]
-        budget = sum(self.choices.get("fan_out", []))
-        means = {name: [round(budget * F / sum(total), 1) for F in total] for name, total in
-                 zip(("fan_out", "fan_out_after_backup"), self.guesses[1]) if any(total)}
         return {
-            "tokens": tokens + sum(len(rows) for _, rows in prefill),
+            "tokens": tokens + sum(len(timed.rows) for timed in prefill),
             "seconds": seconds,
             "tokens_per_second": ratio(tokens, seconds),
             "rounds": len(decoding),
@@ -63,32 +97,39 @@ class Stats:
             "verifier_utilisation": ratio(verify, ratio(seconds, len(decoding))),
             "T_p": ratio(sum(ahead), verify) if all(ahead) else None,
             "T_b": ratio(self.mean_seconds("backup"), verify),
-            "prefill_seconds": sum(seconds for seconds, _ in prefill),
-            "pace_kept": ratio(sum(passes * in_time for passes, in_time in paced),
-                               sum(passes for passes, _ in paced)),
-        } | self.choices | means
+            "prefill_seconds": sum(timed.seconds for timed in prefill),
+            "pace_kept": self.pace_kept(),
+        } | self.choices | self.mean_fan_outs()
 
     def trace(self, devices: list[str]) -> dict[str, Any]:
         """Return the work of every rank and, beside rank 0's, the rounds of every row of its batch,
         in Chrome's Trace Event Format (whole microseconds: a round ends where the next begins)."""
-        spans = [(rank, 0, *span, {}) for rank, *span, _, _ in self.spans]
-        prompts = 0
-        for number, start, end, rows in self.log:
-            if number == 0:
-                first, prompts = prompts, prompts + len(rows)
-            for row, source, drafted, k, bonus, kept in rows:
-                told = {"prompt": first + row, "round": number, "drafted": drafted, "k": k,
-                        "t*": bonus, "kept": len(kept), "hit": source == PRIMARY,
-                        "source": ("cache", "backup")[source]}
-                spans.append((0, 1 + row, "round", start, end, told))
-        # viewers take process 0 and thread 0 for the idle ones of Linux
-        events = [{"name": work, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
-                   "ts": round(1e6 * start), "dur": round(1e6 * end) - round(1e6 * start)}
-                  for rank, track, work, start, end, told in spans]
+        events = []
         for rank, device in enumerate(devices):
             title = {"name": f"rank {rank}, {device}, by the clock of its machine"}
             events.append({"name": "process_name", "ph": "M", "pid": 1 + rank, "args": title})
+        for span in self.spans:
+            events.append(trace_slice(span.rank, 0, span.work, span.start, span.end, {}))
+        num_prompts = 0
+        for timed in self.log:
+            if timed.number == 0:
+                first = num_prompts  # of this batch
+                num_prompts += len(timed.rows)
+            for row in timed.rows:
+                told = {"prompt": first + row.row, "round": timed.number, "drafted": row.drafted,
+                        "k": row.num_accepted, "t*": row.bonus, "kept": len(row.new_tokens),
+                        "hit": row.source == PRIMARY, "source": ("cache", "backup")[row.source]}
+                track = 1 + row.row
+                events.append(trace_slice(0, track, "round", timed.start, timed.end, told))
         return {"traceEvents": events}
+
+
+def trace_slice(rank: int, track: int, name: str, start: float, end: float,
+                told: dict[str, Any]) -> dict[str, Any]:
+    begin = round(1e6 * start)
+    # viewers take process 0 and thread 0 for the idle ones of Linux
+    return {"name": name, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
+            "ts": begin, "dur": round(1e6 * end) - begin}
 
 
 def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
