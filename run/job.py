@@ -120,13 +120,20 @@ def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     with reported_as(f"the {'chat template' if chat else 'tokenizer'} cannot read the prompts"):
         if not chat:
             return tokenizer(texts)["input_ids"]
-        texts = ["Saguaro", *texts]  # a template may ignore texts, or lists of parts: try
-        for contents in (texts, [[{"type": "text", "text": text}] for text in texts]):
-            trial, *chats = [[{"role": "user", "content": content}] for content in contents]
-            if "Saguaro" in tokenizer.apply_chat_template(trial, tokenize=False):
-                return tokenizer.apply_chat_template(chats, add_generation_prompt=True,
-                                                     return_dict=True)["input_ids"]
+        for user_turn in (turn_of_text, turn_of_parts):  # templates may ignore one of them
+            if "Saguaro" in tokenizer.apply_chat_template(user_turn("Saguaro"), tokenize=False):
+                return tokenizer.apply_chat_template(
+                    [user_turn(text) for text in texts], add_generation_prompt=True,
+                    return_dict=True)["input_ids"]
         raise ValueError("it drops them")
+
+
+def turn_of_text(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def turn_of_parts(text: str) -> list[dict]:
+    return [{"role": "user", "content": [{"type": "text", "text": text}]}]
 
 
 def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
