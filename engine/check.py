@@ -64,16 +64,21 @@ def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """Return the same logits through KV slots: one after a pass that leaves rejected tokens behind,
-    two in scratch slots, the later one first."""
+    two of a branch in scratch slots."""
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
-    model.causal(torch.cat([tokens[:, :-3], tokens[:, :3]], 1), torch.tensor([0]))
+    rejected = tokens[:, :3]
+    model.causal(torch.cat([tokens[:, :-3], rejected], 1), torch.tensor([0]))
     after_rejection = model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))
-    positions, slots = torch.tensor([[n - 1, n - 2], [n + 2, n]], device=model.device)[:, None]
-    visible = (torch.arange(n + 3, device=model.device) < n - 2).repeat(1, 2, 1)
-    visible[..., n] = True
-    visible[:, 0, n + 2] = True
-    branch = model.forward(tokens[:, -2:].flip(1), positions, slots, visible)
+    # the last two tokens in one pass, the later one first: in slots n + 2 and n
+    later_first = tokens[:, -2:].flip(1)
+    positions = torch.tensor([[n - 1, n - 2]], device=model.device)
+    slots = torch.tensor([[n + 2, n]], device=model.device)
+    trunk = torch.arange(n + 3, device=model.device) < n - 2
+    visible = trunk.repeat(1, 2, 1)   # [1, 2, slots]: both see the trunk,
+    visible[:, :, n] = True           # both the earlier one,
+    visible[:, 0, n + 2] = True       # and the later one sees itself
+    branch = model.forward(later_first, positions, slots, visible)
     return torch.cat([after_rejection, branch.flip(1)], 1)
 
 
