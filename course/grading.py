@@ -116,38 +116,71 @@ def sixteenths(exam, *shape, V, parts=16):
     return one_hot(exam.integers(V, *shape, parts), V).double().mean(-2)
 
 
+def first_fitting(fits, *candidates):
+    """Of each of the candidates `[N, *places, ...]` the first of N that `fits` `[N, *places]`, in
+    every place."""
+    chosen = fits.int().argmax(0)
+    places = torch.meshgrid(*map(torch.arange, chosen.shape), indexing="ij")
+    return [each[chosen, *places] for each in candidates]
+
+
+def of_token(part, tokens):
+    return part.gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def speculations(exam, K, rows, V, parts, rejected, point_masses):
+    """p `[rows, K+1, V]`, tokens `[rows, K]` and their q, in multiples of 1/`parts`; and which rows
+    shall have a rejected token, the share `rejected`. Of 50 candidates for a place we take the
+    first whose residual is in parts of 1/4, 1/2 or 1, and not in thirds. In the rows that reject,
+    the first token can be rejected; in the others every token can be accepted."""
+    p, q = (sixteenths(exam, 50, rows, K + 1, V=V, parts=parts) for _ in range(2))
+    tokens = (exam.numbers(50, rows, K + 1, V) * (q > 0)).argmax(-1)
+    if point_masses:
+        q = one_hot(tokens, V).double()
+    rejects = exam.numbers(rows) < rejected
+    no_thirds = (p - q).abs().sum(-1) != 1.5
+    fits = no_thirds & (rejects[:, None] | (of_token(p, tokens) > 0))
+    fits[..., 0] &= (of_token(p, tokens) < of_token(q, tokens))[..., 0] | ~rejects
+    p, q, tokens = first_fitting(fits, p, q, tokens)
+    return p, q[:, :K], tokens[:, :K], rejects
+
+
+def uniforms_that_reject(exam, p_drafted, q_drafted, rejects):
+    """Uniform numbers `[rows, K+1]` that reject a token in these rows, and none in the others. The
+    drafted tokens have these p and q, `[rows, K]`."""
+    rows, K = p_drafted.shape
+    u = exam.numbers(100, rows, K + 1)
+    u = u.where(exam.numbers(100, rows, K + 1) < 0.4, 0.2 * u)
+    found = (u[..., :K] * q_drafted >= p_drafted).any(-1)  # with K = 0 none
+    return first_fitting(found == rejects, u)[0]
+
+
+def on_borders(exam, u, p_drafted, q_drafted):
+    """The numbers of acceptance on their border, p / q, or just below it."""
+    K = p_drafted.shape[1]
+    u = u.clone()
+    below = 1e-9 * (exam.numbers(*p_drafted.shape) < 0.5)
+    for border in (0, 0.25, 0.5, 0.75):  # not 1/3: it is rounded
+        is_border = border * q_drafted == p_drafted
+        u[:, :K] = (border - below).clamp(min=0).where(is_border, u[:, :K])
+    return u
+
+
 def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="float64",
-               V=None, parts=4, rejected=1.0, ties=False):
-    """p and q are multiples of 1/`parts`. The share `rejected` of the rows has a rejected token.
-    `ties` asks uniform numbers on borders, of acceptance and then of t*. In parts of 1/4 the
-    residual is in parts of 1/4, 1/2 or 1: equally many numbers on both sides of borders draw it."""
+               V=5, parts=4, rejected=1.0, ties=False):
+    """A few tokens of V have probabilities. `ties` asks uniform numbers on borders, of acceptance
+    and then of t*: equally many numbers on both sides of borders draw it."""
     for K, rows in itertools.product(lookaheads, counts):
-        ids = torch.tensor(sorted(exam.sample(range(V or 5), exam.choice([3, 4, 5]))))
-        p, q = (sixteenths(exam, 50, rows, K + 1, V=len(ids), parts=parts) for _ in range(2))
-        tokens = (exam.numbers(50, rows, K + 1, len(ids)) * (q > 0)).argmax(-1)
-        drafted = one_hot(tokens, len(ids)).double()
-        q = q if width is None else drafted
-        refused = exam.numbers(rows) < rejected
-        of_p, of_q = ((part * drafted).sum(-1) for part in (p, q))  # of the drafted tokens
-        fits = ((p - q).abs().sum(-1) != 1.5) & (refused[:, None] | (of_p > 0))
-        fits[..., 0] &= (of_p < of_q)[..., 0] | ~refused
-        place = fits.int().argmax(0), torch.arange(rows)[:, None], torch.arange(K + 1)
-        p, (q, tokens, of_p, of_q) = p[place], (part[place][:, :K] for part in (
-            q, tokens, of_p, of_q))
-        u = exam.numbers(100, rows, K + 1)
-        u = u.where(exam.numbers(100, rows, K + 1) < 0.4, 0.2 * u)
-        fits = (u[..., :K] * of_q >= of_p).any(-1) == refused  # with K = 0 none
-        u = u[fits.int().argmax(0), torch.arange(rows)]
-        on_edge = u.clone()
-        if ties:
-            below = 1e-9 * (exam.numbers(rows, K) < 0.5)
-            for edge in (0, 0.25, 0.5, 0.75):  # not 1/3: it is rounded
-                number = (edge - below).clamp(min=0)
-                on_edge[:, :K] = number.where(edge * of_q == of_p, on_edge[:, :K])
-        p, q = (torch.zeros(*part.shape[:-1], V or 5, dtype=getattr(torch, type)).index_copy(
-            -1, ids, part.to(getattr(torch, type))) for part in (p, q))
-        given = p, ids[tokens], q[..., :width if K else exam.choice([0, None])]
-        k, bonus = exam.call(sampling.verify, *given, on_edge)
+        few = exam.choice([3, 4, 5])
+        ids = torch.tensor(sorted(exam.sample(range(V), few)))
+        p, q, places, rejects = speculations(exam, K, rows, few, parts, rejected, width == 0)
+        drafted = of_token(p[:, :K], places), of_token(q, places)
+        u = uniforms_that_reject(exam, *drafted, rejects)
+        asked = on_borders(exam, u, *drafted) if ties else u
+        p, q = (torch.zeros(*part.shape[:-1], V).index_copy(-1, ids, part.float()).to(
+            getattr(torch, type)) for part in (p, q))
+        given = p, ids[places], q[..., :width if K else exam.choice([0, None])]
+        k, bonus = exam.call(sampling.verify, *given, asked)
         exam.says("k of ", k, of="k")
         if rows == 1:
             exam.says("t* is integers [B], here of shape [1]; ",
