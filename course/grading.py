@@ -88,10 +88,15 @@ def fan_out_arguments(exam, shape, V, beyond=0):
     return exam.numbers(rows, K + 1), right, budget
 
 
+ARGUMENTS = {"acceptance": acceptance_arguments, "residual": residual_arguments,
+             "saguaro": saguaro_arguments, "tied": tied_arguments, "fan_out": fan_out_arguments,
+             "integral": integral_arguments, "numbers": numbers_arguments}
+
+
 def ask_function(exam, name, draw="numbers", V=None, type="float64", near=1e-6, times=3, **ends):
     function = FUNCTIONS[name]
     for shape in SHAPES[3:4] if V else SHAPES * times:
-        arguments = globals()[f"{draw}_arguments"](exam, shape, V or exam.choice([3, 4, 7]), **ends)
+        arguments = ARGUMENTS[draw](exam, shape, V or exam.choice([3, 4, 7]), **ends)
         arguments = [part.to(getattr(torch, type)) if isinstance(part, torch.Tensor)
                      and is_real(part) else part for part in arguments]
         result = exam.call(function, *arguments)
@@ -569,11 +574,17 @@ def as_text(argument) -> str:
 
 # ---- the tests ----
 
-FUNCTIONS = {name: vars(sampling).get(name) or vars(cache).get(name) for name in VALUES}
+FUNCTIONS = {function.__name__: function for function in (  # of numbers
+    sampling.acceptance_probability, sampling.residual, sampling.saguaro_distribution,
+    cache.acceptance_distribution, cache.best_fan_out, cache.geometric_fan_out,
+    cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
+ASKS = {"verify": ask_verify, "sample": ask_sample, "likely_outcomes": ask_likely_outcomes,
+        "matches": ask_matches, "look_up": ask_look_up, "tree_layout": ask_tree_layout,
+        "tree_pass": ask_tree_pass, "tree": ask_tree, "speculate": ask_speculate,
+        "pre_speculate": ask_pre_speculate, "draws": ask_draws, "serve": ask_serve}
 TESTS = {}  # by name: exercise, points, hint, properties (none: all), and what asks an `Exam`
 for name, values in VALUES.items():
-    # the function above of that name; without one it is a function of numbers
-    ask = globals().get(f"ask_{name}") or functools.partial(ask_function, name=name)
+    ask = ASKS.get(name) or functools.partial(ask_function, name=name)
     for situation, changes in values["tests"].items():
         keywords = {"hint": values["hint"], "only": ()} | values.get("all", {}) | changes
         points, hint, only = map(keywords.pop, ("points", "hint", "only"))
