@@ -400,6 +400,16 @@ def test_whoever_hears_the_tokens_may_end_a_text_or_fail(ranks):
     assert (problem, rounds) == (("the client is gone", 3 * ["stop"]), 3)
 
 
+def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    first, _, own = re.findall("```python\n(.*?)```", readme, re.S)
+    here = {}
+    exec(first, here)
+    assert capsys.readouterr().out.startswith("def open_url(url):")
+    exec(own, here)
+    assert len(here["decoder"](here["job"].prompts)[0]) > 0
+
+
 def test_portings_lines_leave_nothing_behind_a_stop_string():
     """Though the round in which it was written went on."""
     lines, = re.findall("```python\n(.*?)```", (ROOT / "docs/PORTING.md").read_text("utf-8"), re.S)

@@ -23,14 +23,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-)
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import engine.model
 import run.decoder
@@ -53,6 +46,7 @@ from saguaro import Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus, real_gpus
 from testing.shared import (
     RAGGED,
+    OwnGPT,
     assert_close,
     greedy_reference,
     imitation,
@@ -458,35 +452,6 @@ def test_the_trace_has_all_work_and_the_rounds_of_the_output(tmp_path):
 
 
 # ---- a model that is not transformers': any module that is called as theirs are ----
-
-class OwnGPT(torch.nn.Module):
-    """A transformer of one layer, written by hand; untrained."""
-
-    def __init__(self, vocab_size: int = 40, width: int = 32, heads: int = 4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.config = PretrainedConfig(vocab_size=vocab_size, max_position_embeddings=64)
-        self.generation_config = GenerationConfig()
-        self.dtype = torch.float64
-        self.heads = heads
-        self.embedding = torch.nn.Embedding(vocab_size, width)
-        self.positions = torch.nn.Embedding(64, width)
-        self.in_proj = torch.nn.Linear(width, 3 * width)
-        self.out_proj = torch.nn.Linear(width, width)
-        self.double()
-
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return self.embedding
-
-    def forward(self, input_ids, position_ids, attention_mask, past_key_values, **_):
-        x = self.embedding(input_ids) + self.positions(position_ids)
-        parts = self.in_proj(3 * x).view(*input_ids.shape, 3, self.heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        key, value = past_key_values.update(key, value, 0)
-        x = x + self.out_proj(torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask).transpose(1, 2).flatten(2))
-        return CausalLMOutput(logits=x @ self.embedding.weight.T)
-
 
 @torch.no_grad()
 def test_any_module_that_is_called_like_a_model_can_be_target_or_draft():
