@@ -21,13 +21,13 @@ import torch
 
 from cache import BACKUP, NO_OUTCOME, Speculation, SpeculationCache, acceptance_distribution
 from cli.settings import DecodingSettings
-from cli.text import text_pieces
 from course.options import ExplainSettings
 from engine.errors import printable
 from engine.model import CausalLM
 from run.decoder import Decoder, acceptance_after
 from run.job import Job, Models
 from run.screen import Display, can_show_colours
+from run.text import text_pieces
 from saguaro import Sequences, TakingTurns, decode
 from sampling import VERIFIER_STREAM, Sampler, UniformStream, residual
 

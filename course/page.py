@@ -20,12 +20,12 @@ from pathlib import Path
 
 from bench import Bench, Point
 from cli.settings import ROOT, open_for_writing
-from cli.text import text_pieces
 from course.explain import Narrator
 from course.options import PageSettings
 from course.race import race
 from engine.errors import UserError
 from run.decoder import warm_up
+from run.text import text_pieces
 from saguaro import Sequences
 
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line

@@ -99,7 +99,7 @@ PAPER = {"sampling", "cache", "target_worker", "draft_worker", "saguaro"}
     ("sampling.py", PAPER | {"ideas", "cli", "run", "engine", "audit"}),
     ("cache.py", PAPER | {"ideas", "cli", "run", "engine", "audit"}),
     ("*_worker.py", {"ideas", "cli", "run", "saguaro", "audit"}),
-    ("saguaro.py", {"ideas", "run", "cli.text", "audit", "bench", "course"}),
+    ("saguaro.py", {"ideas", "run", "audit", "bench", "course"}),
     ("ideas/*.py", {"cli", "run", "audit", "bench", "course"}),
     ("run/*.py", {"audit", "bench", "course"}),
     ("cli/*.py", PAPER | {"ideas", "audit", "bench", "course"}),

@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from cache import PRIMARY, throughput
 from cli.settings import DecodingSettings, open_for_writing
-from cli.text import TextStream, text_pieces
 from engine.errors import printable
 from run.stats import theorem_7
+from run.text import TextStream, text_pieces
 
 REPORT = (
     ("tokens_per_second", "tokens per second", ".1f", "decoding only, without prefill"),

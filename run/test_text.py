@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cache import PRIMARY
 from cli.settings import Settings
-from cli.text import text_pieces
 from run.job import Job
 from run.screen import Display
+from run.text import text_pieces
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = ["▁", "▁▁▁▁", "a", "▁b", "é", "▁return", "ü▁", ".", "\ufffd", *BYTES]
