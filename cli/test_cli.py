@@ -49,9 +49,10 @@ from cli import launch
 from cli.settings import ROOT, TINY, Settings, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
+from engine.attention import FIRST_SEEN
 from engine.check import check_model
 from engine.errors import UserError, reported_as
-from engine.model import FIRST_SEEN, CausalLM
+from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from ideas import SPECULATORS, VERIFICATIONS

@@ -25,6 +25,7 @@ import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import engine.attention
 import engine.model
 import run.decoder
 from audit.evidence import ALPHA, audit_groups
@@ -33,10 +34,11 @@ from cache import PRIMARY, Outcome
 from cli.launch import watch
 from cli.settings import TINY, Settings
 from engine import cuda_graphs
+from engine.attention import ALL_ATTENTION_FUNCTIONS, matrix_products, sdpa
 from engine.check import check_model
 from engine.cuda_graphs import CapturedGraph
 from engine.errors import UserError
-from engine.model import ALL_ATTENTION_FUNCTIONS, CausalLM, load, sdpa
+from engine.model import CausalLM, load
 from engine.tensor_parallel import split
 from run import placement
 from run.decoder import Decoder
@@ -244,6 +246,7 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
 
 
 def reload_the_engine() -> list[list[int]]:
+    importlib.reload(engine.attention)
     importlib.reload(engine.model)
     return greedy_reference(random_model.__wrapped__(), RAGGED, 4)
 
@@ -633,7 +636,7 @@ def test_two_products_attend_as_the_kernel_does(groups, dtype):
     mask = torch.where(visible, 0.0, -torch.inf).to(dtype)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), mask.double(), scale=0.3)
-    output = engine.model.matrix_products(query, key, value, mask, 0.3)
+    output = matrix_products(query, key, value, mask, 0.3)
     assert output.dtype == dtype
     assert_close(output.double(), expected, 4 * torch.finfo(dtype).eps)
 
