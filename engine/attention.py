@@ -47,11 +47,9 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
     rows, heads, n, size = query.shape
     groups = key.shape[1]
     on_gpu = query.device.type == "cuda"
-    ours = attention_mask is not None and attention_mask.is_floating_point()  # transformers' is not
-    alike = ours and attention_mask.shape[1] == 1 and options.get("position_bias") is None
-    alike = alike and not options.get("dropout")  # another program's, while it trains
     by_products = on_gpu and n <= FEW_TOKENS
-    if not alike or (heads == groups and not by_products):
+    worth_it = by_products or heads > groups
+    if not worth_it or not is_ours(attention_mask, options):
         return sdpa(module, query, key, value, attention_mask, **options)
     as_rows = on_gpu or n < 16
     if as_rows:
@@ -64,6 +62,14 @@ def grouped_attention(module, query, key, value, attention_mask=None, **options)
         output = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attention_mask, scale=scale, enable_gqa=not as_rows)
     return output.reshape(rows, heads, n, -1).transpose(1, 2).contiguous(), None
+
+
+def is_ours(mask: torch.Tensor | None, options: dict) -> bool:
+    """Return whether a mask is one of `attention_mask`, the same for all heads, and nothing else is
+    asked: all models of transformers in this process attend here, also another program's."""
+    if mask is None or not mask.is_floating_point() or mask.shape[1] != 1:
+        return False
+    return options.get("position_bias") is None and not options.get("dropout")
 
 
 def matrix_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
