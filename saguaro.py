@@ -169,7 +169,7 @@ class Sequences:
         self.prompts = prompts
         self.eos = eos
         self.max_new_tokens = max_new_tokens
-        self.max_new = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+        self.context = context
         longest = min(max(map(len, prompts)) + max_new_tokens, context)
         self.max_length = max(longest, max_length)
         self.new_tokens = [[] for _ in prompts]
@@ -191,13 +191,18 @@ class Sequences:
     def extend_row(self, row: int, new_tokens: list[int]) -> list[int]:
         """Append tokens up to the first `eos`, or to the length allowed. Returns those kept."""
         text = self.new_tokens[row]
-        ends = [place for place, token in enumerate(new_tokens, start=1) if token in self.eos]
-        kept = new_tokens[:min([self.max_new[row] - len(text), *ends])]
-        text += kept
-        if kept[-1] in self.eos:
-            self.finish_reasons[row] = "eos"
-        elif len(text) == self.max_new[row]:
-            self.finish_reasons[row] = "length" if len(text) == self.max_new_tokens else "context"
+        kept = []
+        for token in new_tokens:
+            text.append(token)
+            kept.append(token)
+            if token in self.eos:
+                self.finish_reasons[row] = "eos"
+            elif len(text) == self.max_new_tokens:
+                self.finish_reasons[row] = "length"
+            elif len(self.prompts[row]) + len(text) == self.context:
+                self.finish_reasons[row] = "context"
+            if self.finish_reasons[row]:
+                break
         return kept
 
     def stop(self, row: int) -> None:
