@@ -81,34 +81,47 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
     if not memory:
         memory += logits.new_zeros(2, min(rows, vocab_size), vocab_size, dtype=torch.float64)
     before = torch.cat([tokens.new_tensor([start]), tokens[:-1]]) % len(memory[0])
-    for piece, token, inside, row in zip(*(part.split(rows) for part in
-                                           (logits, tokens, within, before))):
+    pieces = (part.split(rows) for part in (logits, tokens, within, before))
+    for piece, token, inside, row in zip(*pieces):
         piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
         p = warpers(None, piece).double().softmax(-1)
         if p.isnan().any():
             raise not_finite("the target's logits", logits.dtype)
-        outside = p.gather(-1, token[:, None]) == 0
-        raised = piece.scatter_add(-1, token[:, None], rounding(piece, precision)[:, None])
-        let_in = warpers(None, raised).gather(-1, token[:, None]) > -torch.inf
-        near_tie = (outside & let_in).squeeze(-1)
-        last = piece.masked_fill(p == 0, torch.inf).argmin(-1)
-        token = token.where(~near_tie, last)
+        near_tie = outside_by_rounding(piece, token, p, warpers, precision)
+        token = torch.where(near_tie, piece.masked_fill(p == 0, torch.inf).argmin(-1), token)
         own = p.gather(-1, token[:, None])
         number = torch.arange(vocab_size, device=p.device)
         likelier = (p > own) | (p == own) & (number < token[:, None])
         uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
-        next_id = recall(memory[0], row, p, token)
-        next_nth = recall(memory[1], row, p.sort(descending=True).values, likelier.sum(-1))
         is_argmax = (number == p.argmax(-1, keepdim=True)).double()
         log_p = p.clamp(min=1e-300).log()
-        ranges = number * RANGES // vocab_size
-        p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
-        seen = torch.nn.functional.one_hot(ranges[token], RANGES)
+        nth = p.sort(descending=True).values
         parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      seen - p_ids, p_ids, next_id, next_nth, own.squeeze(-1) > 0, near_tie))
+                      *id_ranges(p, token), recall(memory[0], row, p, token),
+                      recall(memory[1], row, nth, likelier.sum(-1)),
+                      own.squeeze(-1) > 0, near_tie))
     uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
     previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
     return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
+
+
+def outside_by_rounding(logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor,
+                        warpers: LogitsProcessorList, precision: float) -> torch.Tensor:
+    """Return which tokens `[T]` have p = 0, but would have been let in with a logit raised by
+    `rounding`."""
+    raised = logits.scatter_add(-1, tokens[:, None], rounding(logits, precision)[:, None])
+    let_in = warpers(None, raised).gather(-1, tokens[:, None]) > -torch.inf
+    outside = p.gather(-1, tokens[:, None]) == 0
+    return (outside & let_in).squeeze(-1)
+
+
+def id_ranges(p: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[T, RANGES]` twice: is the token's id in this range, less the probability of that;
+    and that probability."""
+    vocab_size = p.shape[-1]
+    ranges = torch.arange(vocab_size, device=p.device) * RANGES // vocab_size
+    p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
+    return torch.nn.functional.one_hot(ranges[tokens], RANGES) - p_ids, p_ids
 
 
 def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
