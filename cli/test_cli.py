@@ -311,32 +311,21 @@ def test_settings_made_of_numbers_and_paths_of_libraries_are_those_of_the_comman
 
 
 def make_two_jobs(own: bool) -> list:
-    """A rank's job: the texts of two jobs of one script, which may have a group of its `own`; and
-    what is said to ranks that have other prompts, or none."""
+    """A rank's job: the texts of two jobs of one script, which may have a group of its `own`."""
     if own:
         dist.init_process_group("gloo")
     for _ in range(2):
         job = Job(Settings(max_new_tokens=4, device="cpu"))
         decoder = Decoder(job.settings, job.load())
-        texts = decoder(RAGGED[:1])
-    said = []
-    rank = job.placement.rank
-    long = torch.full((4, 300), 7)  # of more than 1,000 numbers `repr` leaves out the middle
-    long[1, 150] += rank
-    for prompts in (RAGGED[:1 + rank], RAGGED[rank:1 + rank], RAGGED[rank:1], long):
-        with pytest.raises(UserError) as problem:
-            decoder(prompts)
-        said.append(str(problem.value))
-    return [texts, said]
+        texts = decoder(RAGGED[:1] if job.placement.rank == 0 else [])
+    return texts
 
 
 @pytest.mark.parametrize("own", (False, True))
-def test_a_script_of_several_ranks_may_make_two_jobs_and_has_the_same_prompts(own):
+def test_a_script_of_several_ranks_may_make_two_jobs_and_decodes_the_prompts_of_rank_0(own):
     here = Job(Settings(max_new_tokens=4, mode="ar"))
     texts = Decoder(here.settings, here.load())(RAGGED[:1])
-    (written, said), (_, other) = in_ranks(2, make_two_jobs, own)
-    assert written == texts
-    assert said == other == 4 * ["all ranks must call a decoder with the same prompts"]
+    assert in_ranks(2, make_two_jobs, own)[0] == texts
 
 
 def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
