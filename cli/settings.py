@@ -163,7 +163,7 @@ class Settings(DecodingSettings):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(message)
+        raise UserError(f"{message} (--help lists all options)")
 
 
 def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> DecodingSettings:

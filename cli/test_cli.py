@@ -184,6 +184,7 @@ def pair(tmp_path_factory) -> list:
 # ---- the command ----
 
 WRONG = {  # a command, and what is said about it
+    "--fanout uniform": "unrecognized arguments: --fanout (--help lists all options)",
     "--lookahead 0": "--lookahead is 0; it must be from 1 to 64",
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
