@@ -278,12 +278,14 @@ def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs,
 
 @pytest.mark.parametrize("problem, expected", (
     (OSError(28, "No space"), pytest.raises(UserError, match="^the file: No space$")),
+    (OSError("none of: \n(1) a\n(2) b"), pytest.raises(UserError, match=r"none of: \(1\) a$")),
+    (KeyError("rope"), pytest.raises(UserError, match=r"^the file: KeyError\('rope'\)$")),
     (ZeroDivisionError("by 0"), pytest.raises(ZeroDivisionError)),
     (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
     (OSError(12, "Cannot allocate memory"), pytest.raises(OSError, match="memory")),
     (MemoryError(), pytest.raises(MemoryError))))
 def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(problem, expected):
-    with expected, reported_as("the file", (OSError, MemoryError)):
+    with expected, reported_as("the file", (OSError, MemoryError, KeyError)):
         raise problem
 
 

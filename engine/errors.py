@@ -23,12 +23,13 @@ def printable(text: str) -> str:
 
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, and the second if the first ends in a
-    colon. Of a Git LFS pointer, which everybody meets once, it would not help."""
+    colon. Of a Git LFS pointer, which everybody meets once, and of a key it would not help."""
     if "deserializing header" in str(problem):  # by safetensors
         return ("it holds no weights: a download that broke off, or a Git LFS pointer, of about "
                 "130 bytes, for which `git lfs pull` fetches the file")
-    message = getattr(problem, "strerror", None) or str(problem).strip() or repr(problem)
-    lines = message.splitlines()
+    said = "" if isinstance(problem, KeyError) else str(problem).strip()
+    message = getattr(problem, "strerror", None) or said or repr(problem)
+    lines = [line.strip() for line in message.splitlines()]
     return " ".join(lines[:1 + lines[0].endswith(":")])
 
 
