@@ -204,8 +204,9 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     for number, row in read_json_lines(name, settings.prompts):
         found = [row[key] for key in PROMPT_FIELDS if row.get(key) is not None] or [None]
         if not isinstance(found[0], str):
+            other = f"only {', '.join(row)}" if found[0] is None else type(found[0]).__name__
             raise UserError(f"{name}, line {number}: no text in a field prompt, question or text, "
-                            f"but {type(found[0]).__name__}")
+                            f"but {other}")
         rows.append(row | {"prompt": found[0]})
     if not rows:
         raise UserError(f"{name} holds no prompt")

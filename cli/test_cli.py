@@ -204,7 +204,8 @@ WRONG = {  # a command, and what is said about it
     "--prompts EMPTY": "holds no prompt",
     "--prompts BART": "it must be a regular file", "--prompts PIPE": "it must be a regular file",
     "--prompts NESTED": "line 1: not a JSON obj",
-    "--prompts TORN": "line 2: not a JSON object", "--prompts FIELDLESS": "line 1: no text in a f",
+    "--prompts TORN": "line 2: not a JSON object",
+    "--prompts FIELDLESS": "line 1: no text in a field prompt, question or text, but only words",
     "--target ADDED --mode ar --apply-chat-template":
         "the chat template cannot read the prompts: no user here",
     "--prompts GZIP": "can't decode byte 0x8b in position 1",
