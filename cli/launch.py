@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator
 
-from tqdm import tqdm
-
 from cli.settings import DecodingSettings, parse
 from engine import PRIVATE, until_exit
 from engine.errors import UserError, first_line, lacks_memory, printable
@@ -67,6 +65,7 @@ def prepare_process() -> None:
     # threads that wait give up their cores sooner: beside busy programs, twice the speed
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     gc.set_threshold(100_000)  # a garbage collection would delay a pass
+    from tqdm import tqdm  # here, so that one sentence says what is missing
     tqdm.set_lock(threading.RLock())  # its own lock, for processes, would outlive Ctrl-C
 
 
@@ -105,6 +104,10 @@ def exit_status(main: Callable[[], None]) -> int:
         sys.stdout.flush()
     except UserError as problem:
         report(f"error: {problem}")
+        return 2
+    except ModuleNotFoundError as problem:
+        report(f"error: {problem}: is the virtual environment active (. .venv/bin/activate), and "
+               "requirements.txt installed in it?")
         return 2
     except BrokenPipeError:  # standard output is closed
         return 141

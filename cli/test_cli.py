@@ -995,6 +995,15 @@ def test_ranks_that_cannot_meet_end_with_one_sentence(variable, reason, monkeypa
         assert not watching.is_alive(), "it would end this process after ten minutes"
 
 
+def test_without_the_requirements_one_sentence_says_so(tmp_path):
+    """As in a new terminal, in which no virtual environment is active."""
+    run = subprocess.run([sys.executable, "-IS", "-c", "import runpy, sys\n"
+                          f"sys.path.insert(0, {str(ROOT)!r}); sys.argv[:] = ['saguaro.py', 'x']\n"
+                          "runpy.run_path('saguaro.py', run_name='__main__')"],
+                         cwd=ROOT, capture_output=True, text=True)
+    assert "No module named 'tqdm': is the virtual env" in the_error((run.returncode, run.stderr))
+
+
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
     program = "from cli import launch; launch.prepare_process(); print(chr(233))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
