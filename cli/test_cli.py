@@ -325,6 +325,15 @@ def make_two_jobs(own: bool) -> list:
     return texts
 
 
+@pytest.mark.parametrize("prompts, sentence", (
+    ([], "there is no prompt"), ([1, 2], "a list of lists of token ids: 'int' object is not iter"),
+    ("def f", "a list of lists of token ids"), ([[1], []], "prompt 2 of 2 has 0 tokens")))
+def test_a_decoder_says_what_it_takes(prompts, sentence):
+    """Such as one prompt without its batch, or a text."""
+    with pytest.raises(UserError, match=sentence):
+        make_decoder(random_model(), mode="ar")(prompts)
+
+
 @pytest.mark.parametrize("own", (False, True))
 def test_a_script_of_several_ranks_may_make_two_jobs_and_decodes_the_prompts_of_rank_0(own):
     here = Job(Settings(max_new_tokens=4, mode="ar"))

@@ -73,7 +73,8 @@ class Decoder:
         `stop` a row; what it raises is raised here, once the batch has ended on all ranks. Raises
         `UserError` for prompts that cannot go on."""
         self.models.set_pace(self.settings.pace)
-        prompts = [list(map(int, prompt)) for prompt in prompts]
+        with reported_as("prompts must be a list of lists of token ids", (TypeError, ValueError)):
+            prompts = [list(map(int, prompt)) for prompt in prompts]
         if self.channel:
             prompts, *_ = gather(prompts)
         context = self.models.context

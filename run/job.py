@@ -137,7 +137,9 @@ def turn_of_parts(text: str) -> list[dict]:
 
 
 def check_prompts(prompts: list[list[int]], context: int, vocab_size: int) -> None:
-    """Raise `UserError` for a prompt that cannot go on."""
+    """Raise `UserError` for a prompt that cannot go on, or if there is none."""
+    if not prompts:
+        raise UserError("there is no prompt")
     for number, prompt in enumerate(prompts, start=1):
         name = f"prompt {number} of {len(prompts)}"
         if not 0 < len(prompt) < context:
