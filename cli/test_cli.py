@@ -334,6 +334,14 @@ def test_a_decoder_says_what_it_takes(prompts, sentence):
         make_decoder(random_model(), mode="ar")(prompts)
 
 
+def test_models_decode_one_batch_at_a_time():
+    """A web server calls from several threads; they would write into each other's KV."""
+    decoder = make_decoder(random_model(), mode="ar", max_new_tokens=4)
+    with pytest.raises(UserError, match="one at a time"):
+        decoder(RAGGED[:1], lambda *_: decoder(RAGGED[:1]))
+    assert len(decoder(RAGGED[:1])[0]) == 4, "the failure is over"
+
+
 @pytest.mark.parametrize("own", (False, True))
 def test_a_script_of_several_ranks_may_make_two_jobs_and_decodes_the_prompts_of_rank_0(own):
     here = Job(Settings(max_new_tokens=4, mode="ar"))

@@ -93,6 +93,7 @@ class CausalLM:
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
+        self.at_work = threading.Lock()  # of one batch: see `Decoder`
         # or a `GraphRunner`. It is given this model: two that hold each other would outlive their
         # last user, and so would their CUDA graphs.
         self.forward_fn: Callable[..., torch.Tensor] = CausalLM.forward_eager

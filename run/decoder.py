@@ -71,7 +71,16 @@ class Decoder:
         says why each text ended. All ranks decode rank 0's prompts, whatever they are given. Rank 0
         calls `on_tokens` after every round with a row, its new tokens and their source. It may
         `stop` a row; what it raises is raised here, once the batch has ended on all ranks. Raises
-        `UserError` for prompts that cannot go on."""
+        `UserError` for prompts that cannot go on, and while these models decode another batch."""
+        model = self.models.target or self.models.draft
+        if not model.at_work.acquire(blocking=False):
+            raise UserError("these models are decoding another batch: one at a time")
+        try:
+            return self.decode_batch(prompts, on_tokens)
+        finally:
+            model.at_work.release()
+
+    def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         self.models.set_pace(self.settings.pace)
         with reported_as("prompts must be a list of lists of token ids", (TypeError, ValueError)):
             prompts = [list(map(int, prompt)) for prompt in prompts]
