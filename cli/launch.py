@@ -25,6 +25,7 @@ from engine.errors import UserError, first_line, lacks_memory, printable
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank, by rank 0
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
+draft: subprocess.Popen | None = None  # the rank 1 that this process has started
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
@@ -72,6 +73,7 @@ def prepare_process() -> None:
 def start_second_rank(module: str) -> None:
     """Be rank 0 of two, beside a rank 1 that runs the same command, and leaves when this process
     has ended. They use nothing but this machine's loopback."""
+    global draft
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                    STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
@@ -88,10 +90,13 @@ def leave(status: int) -> None:
     would be closed, and the other ranks would blame this one in their own words."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    with suppress(OSError, KeyError):  # where the ranks have met
-        store = Path(os.environ[STORE])
-        store.unlink(missing_ok=True)
-        store.parent.rmdir()
+    # where the ranks meet; rank 1 tidies up, if it lives: without the folder PyTorch's store would
+    # look for it for five minutes, in which no thread of rank 1 can run
+    if draft is None or draft.poll() is not None:
+        with suppress(OSError, KeyError):
+            store = Path(os.environ[STORE])
+            store.unlink(missing_ok=True)
+            store.parent.rmdir()
     if until_exit:
         until_exit.cleanup()
     os._exit(status)

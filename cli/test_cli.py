@@ -1021,6 +1021,18 @@ def test_without_the_requirements_one_sentence_says_so(tmp_path):
     assert "No module named 'tqdm': is the virtual env" in the_error((run.returncode, run.stderr))
 
 
+@pytest.mark.parametrize("status, stays", ((None, True), (1, False)))
+def test_rank_1_finds_the_folder_of_the_store_as_long_as_it_lives(status, stays, tmp_path):
+    """Also while rank 0 ends: a store in no folder would hold all its threads."""
+    program = "from types import SimpleNamespace\nfrom cli import launch\n" \
+              f"launch.draft = SimpleNamespace(poll=lambda: {status})\nlaunch.leave(2)"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT,
+                         env=os.environ | {launch.STORE: str(folder / "store")})
+    assert (run.returncode, folder.exists()) == (2, stays)
+
+
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
     program = "from cli import launch; launch.prepare_process(); print(chr(233))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
