@@ -213,10 +213,11 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
     return rows
 
 
-def open_for_writing(flag: str, path: str | None, mode="w", prompts: str | None = None) -> TextIO:
+def open_for_writing(flag: str, path: str | None, mode="w", **others: str | None) -> TextIO:
     """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
-    that fails, or would lose the file of --prompts."""
+    that fails, or would lose the file of one of the `others`, such as `prompts`."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
-        if path and prompts and os.path.exists(path) and os.path.samefile(path, prompts):
-            raise ValueError("it is the file of --prompts")
+        for name, other in others.items():
+            if path and other and os.path.isfile(path) and os.path.samefile(path, other):
+                raise ValueError(f"it is the file of --{name}")
         return open(os.devnull if path is None else path, mode, encoding="utf-8")

@@ -213,6 +213,7 @@ WRONG = {  # a command, and what is said about it
     "--prompts LONG": "context, 512",
     "--prompts GOOD --output GOOD --mode ar": "GOOD': it is the file of --prompts",
     "--prompts GOOD --trace GOOD --mode ar": "GOOD': it is the file of --prompts",
+    "--output EMPTY --trace EMPTY --mode ar": "EMPTY': it is the file of --output",
     "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",

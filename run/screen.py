@@ -49,7 +49,8 @@ class Display:
         self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
         settings = job.settings
         self.output = open_for_writing("--output", settings.output, prompts=settings.prompts)
-        self.trace = open_for_writing("--trace", settings.trace, prompts=settings.prompts)
+        self.trace = open_for_writing("--trace", settings.trace, prompts=settings.prompts,
+                                      output=settings.output)
         write_line(self.output, {"settings": asdict(settings)})
 
     def begin(self) -> None:
