@@ -91,6 +91,9 @@ class DecodingSettings:
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
+        by_hand = str(self.fan_out).split(",")
+        if all(F.isdecimal() for F in by_hand):
+            self.budget = sum(map(int, by_hand))  # has the range of --budget
         for entry in fields(self):
             value = getattr(self, entry.name)
             several = "nargs" in entry.metadata["form"]
@@ -101,9 +104,6 @@ class DecodingSettings:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if self.prompt and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other")
-        by_hand = self.fan_out.split(",")
-        if all(F.isdecimal() for F in by_hand):
-            self.budget = sum(map(int, by_hand))
 
     def to_settings(self, **changes) -> "Settings":
         """Return settings of `saguaro.py` with these options and `changes`."""

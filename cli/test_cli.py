@@ -192,7 +192,7 @@ WRONG = {  # a command, and what is said about it
     "--fan-out 4,2,1,1,1,1": "[4, 2, 1, 1, 1, 1] is not 5 numbers",
     "--fan-out 4,3,2,1,-2": "neither " + " nor ".join([
         *cache.FAN_OUT_POLICIES, *SPECULATORS, "numbers"]),
-    "--fan-out 4,,3": "''",
+    "--fan-out 4,,3": "''", "--fan-out 9999,1,1,1,1": "--budget is 10003; it must be from 0 to 4",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
     "--verification best": f"--verification best: not one of {', '.join(VERIFICATIONS)}",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
