@@ -37,9 +37,9 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
         settings = parse(kind)
         if WAS_STARTED:
             threading.Thread(target=exit_with_target, daemon=True).start()
-        if settings.mode == "ssd" and os.environ.get("WORLD_SIZE", "1") == "1":
+        if settings.mode == "ssd" and is_alone():
             start_second_rank(module)
-        if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        if (is_alone() or os.environ.get("RANK") == "0") and sys.stderr.isatty():
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
 
@@ -51,6 +51,11 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
     if status or WAS_STARTED:
         leave(status)
     sys.exit(0)  # Python's own end, for whoever profiles or debugs
+
+
+def is_alone() -> bool:
+    """Return whether no launcher has started other ranks."""
+    return os.environ.get("WORLD_SIZE", "") in ("", "1")
 
 
 def prepare_process() -> None:

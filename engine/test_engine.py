@@ -150,6 +150,15 @@ def test_every_rank_finds_its_place(name, monkeypatch, threads):
     assert str(Placement(Settings(mode=mode, device="cpu")).device) == "cpu"
 
 
+@pytest.mark.parametrize("mode", ("ar", "sd", "ssd"))
+@pytest.mark.parametrize("world_size", ("", "1"))
+def test_who_is_alone_hears_no_other_programs_rank(world_size, mode, monkeypatch):
+    for name, value in {"RANK": "16", "LOCAL_RANK": "3", "WORLD_SIZE": world_size}.items():
+        monkeypatch.setenv(name, value)
+    here = Placement(Settings(mode=mode, device="cpu"))
+    assert (here.rank, here.world_size, here.tp_size, here.holds_draft) == (0, 1, 1, mode != "ar")
+
+
 def test_threads_are_the_cores_of_a_rank_unless_somebody_chose(monkeypatch, threads, tmp_path):
     """Of 8 cores. torchrun chooses one thread where nobody did."""
     quota = tmp_path / "cpu.max"

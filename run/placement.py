@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cli.launch import STORE, watch
+from cli.launch import STORE, is_alone, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
 
@@ -28,8 +28,10 @@ class Placement:
 
     def __init__(self, settings: DecodingSettings):
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        # of who is alone the others may be another program's words: RANK=16, of a LoRA
+        given = {} if is_alone() else os.environ
         self.rank, self.world_size, local_rank, local_world_size = (
-            int(os.environ.get(name, value)) for name, value in alone.items())
+            int(given.get(name, value)) for name, value in alone.items())
         self.draft_rank = self.world_size - 1 if settings.mode == "ssd" else 0
         # the ranks that hold the target: those before the draft's own, or all
         self.tp_size = self.draft_rank or self.world_size
