@@ -85,6 +85,9 @@ class CausalLM:
         target's, because families pad embeddings differently: it proposes no id beyond V, gives
         ids that it lacks q = 0, and reads its own last id in their place."""
         self.model = model.eval()
+        text = model.config.get_text_config()
+        if getattr(text, "output_router_logits", False):  # for training: a loss, by another mask
+            text.output_router_logits = False
         self.context = context_length(model.config)
         self.vocab_size = vocab_size or model.config.get_text_config().vocab_size
         self.last_token = model.get_input_embeddings().num_embeddings - 1
