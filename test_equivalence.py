@@ -55,6 +55,7 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import mean
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -785,6 +786,18 @@ def test_a_draft_that_is_its_target_foresees_every_bonus_token():
             decoder(prompts)
         hits.append(decoder.stats.summary()["hit_rate"])
     assert hits[:2] == [1, 1] and hits[2] < 0.9
+
+
+def test_after_an_interrupt_the_draft_foresees_as_before(monkeypatch):
+    """In a notebook: the draft has drawn the numbers of a round, the target has not."""
+    target = random_model()
+    decoder = make_decoder(target, target, max_new_tokens=30, temperature=0.8, budget=4,
+                           verification="race")
+    with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
+        once.setattr(decoder.target, "prefill", Mock(side_effect=KeyboardInterrupt))
+        decoder(RAGGED)
+    decoder(RAGGED)
+    assert decoder.stats.summary()["hit_rate"] == 1
 
 
 def test_greedy_a_race_draws_nothing_and_guesses_as_ever():

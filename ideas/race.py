@@ -74,6 +74,11 @@ class RacingDraft(DraftWorker):
         super().__init__(model, sampler, seed, plan)
         self.verifier = UniformStream(seed, VERIFIER_STREAM)  # a copy of the target's, in step
 
+    def start(self, prompts, max_length):
+        super().start(prompts, max_length)
+        if self.target:  # of this process: an interrupt may have come between the two
+            self.verifier.generator.set_state(self.target.uniforms.generator.get_state())
+
     def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
         rows, lookahead = speculation.tokens.shape
         uniforms = self.verifier.draw(rows, lookahead + 1)  # as `TargetWorker.verify` does

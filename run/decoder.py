@@ -57,7 +57,9 @@ class Decoder:
         class Draft(*filter(None, ideas), DraftWorker):
             settings = self.settings
 
-        return Draft(self.models.draft, self.sampler, self.settings.seed, plan)
+        draft = Draft(self.models.draft, self.sampler, self.settings.seed, plan)
+        draft.target = self.target  # a class would hold its model until Python collects garbage
+        return draft
 
     def make_channel(self) -> Channel:
         dtype = torch.float64 if self.settings.dtype == "float64" else torch.float32
