@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict, fields, replace
 from io import StringIO
@@ -335,14 +336,6 @@ def test_a_decoder_says_what_it_takes(prompts, sentence):
         make_decoder(random_model(), mode="ar")(prompts)
 
 
-def test_models_decode_one_batch_at_a_time():
-    """A web server calls from several threads; they would write into each other's KV."""
-    decoder = make_decoder(random_model(), mode="ar", max_new_tokens=4)
-    with pytest.raises(UserError, match="one at a time"):
-        decoder(RAGGED[:1], lambda *_: decoder(RAGGED[:1]))
-    assert len(decoder(RAGGED[:1])[0]) == 4, "the failure is over"
-
-
 @pytest.mark.parametrize("own", (False, True))
 def test_a_script_of_several_ranks_may_make_two_jobs_and_decodes_the_prompts_of_rank_0(own):
     here = Job(Settings(max_new_tokens=4, mode="ar"))
@@ -397,6 +390,25 @@ def end_texts_from_outside(decoder: Decoder | None = None) -> list:
     except KeyboardInterrupt as raised:
         problem = str(raised), decoder.finish_reasons
     return [*ended, problem, heard.count(0), decoder(RAGGED[:3])]
+
+
+@pytest.mark.parametrize("other", ("decoder", "of the same models", "in a thread"))
+def test_who_shares_models_waits_for_their_turn(other):
+    """Else both would write into one KV: texts would be wrong, without a word."""
+    target = random_model()
+    decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
+    second = decoder if other == "decoder" else Decoder(decoder.settings, decoder.models)
+    alone = decoder(RAGGED[:1]), second(RAGGED[1:2])
+    said = []
+
+    def on_tokens(*_) -> None:
+        with ThreadPoolExecutor() if other == "in a thread" else nullcontext() as pool:
+            with pytest.raises(UserError, match="one at a time"):
+                pool.submit(second, RAGGED[1:2]).result() if pool else second(RAGGED[1:2])
+        said.append(other)
+
+    assert decoder(RAGGED[:1], on_tokens) == alone[0] and said
+    assert second(RAGGED[1:2]) == alone[1]
 
 
 @pytest.mark.parametrize("ranks", (1, pytest.param(2, marks=slow)))
