@@ -681,6 +681,10 @@ def test_the_numbers_in_sentences_are_those_of_the_launch():
              for backup, rows in (("neural", 1), ("neural", 16), ("random", 1))]
     noise = [metric("noise", f"{whose} noise", 1, "hit_rate") for whose in ("private", "public")]
     assert f"C = 0.75 is {faster:.0%} faster" in results
+    race, more, block = (float(metric("comparison", name, 1, "tokens/s")) for name in
+                         ("SSD, race", "SSD, budget 64, race", "SD, block"))
+    over_block = f"is {race / block:.2f} and {more / block:.2f} x"
+    assert over_block in readme and over_block in results
     for name in ("hit_rate", "acceptance_rate"):
         assert f"from {bent(name, 1)} to {bent(name, 0)}" in results.split("### Downweight")[1]
     for sentence in (
