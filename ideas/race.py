@@ -15,10 +15,11 @@ prepares something, but draws what it prepares by numbers of its own. So the tok
 round, too, were drawn from the q that is reported, and independently of the numbers to come.
 
 Two things would bias the text. One is to draft by the numbers that will judge the draft. The other
-is noise that belongs to a position of the text and not to a round: k is the largest i whose number
-is below a bound, so of the numbers behind k one knows that they are large, and those positions
-would be judged by them again.
+is to judge by numbers u_1..u_K that belong to positions of the text and not to a round: k is the
+largest i whose number is below a bound, so of the numbers behind k one knows that they are large,
+and those positions would be judged by them again.
 
+Samples are forecast better by who knows their noise (Wiggers and Hoogeboom 2020, arXiv:2002.09928).
 Exponential races let a draft and its target draw the same token (Daliri et al. 2024,
 arXiv:2408.07978; Kobus and Gunduz 2025, arXiv:2504.15475), or the target one of a list (Rowan et
 al. 2025, arXiv:2506.05632). We know of none that fills the cache of SSD.
