@@ -77,7 +77,7 @@ from engine.model import CausalLM
 from ideas import SPECULATORS, VERIFICATIONS
 from ideas.block import block_verify
 from ideas.lookup import prompt_lookup
-from ideas.race import GOLDEN, exponentials, scrambled
+from ideas.race import GOLDEN, exponentials, race, scrambled
 from run.decoder import Decoder, make_plan
 from run.job import Models
 from run.placement import Placement
@@ -270,13 +270,13 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_what_a_verification_makes_of_many_drafts_has_the_targets_distribution(rule):
-    """The first token, and the second where the first was accepted."""
+    """Each token, where all before it were accepted."""
     p = random_distributions(100_000, 3, 7)
     q = random_distributions(100_000, 2, 7, seed=1)
     tokens = sampling.inverse_cdf(q, draw_uniforms(100_000, 2))
     k, bonus = VERIFICATIONS[rule](p, tokens, q, draw_uniforms(100_000, 3, seed=1))
     new = torch.cat([tokens, bonus[:, None]], 1).scatter(1, k[:, None], bonus[:, None])
-    for place in range(2):
+    for place in range(3):
         assert_drawn(new[k >= place, place], p[k >= place, place])
 
 
@@ -299,11 +299,12 @@ def bounds_and_residuals(p, tokens, q):
 
 
 def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
-    """The exact probabilities of a text's first three tokens (V = 2, K = 2), over rounds. p and q
-    are the distributions after each text. If uniform numbers are `kept`, each belongs to a position
+    """The exact probabilities of a text's first three tokens (K = 2), over rounds. p and q are the
+    distributions `[V]` after each text. If uniform numbers are `kept`, each belongs to a position
     of the text, and judges it in every round; else they belong to a round."""
-    texts = [text for n in range(3) for text in itertools.product(range(2), repeat=n)]
-    pairs = [*itertools.product(range(2), repeat=2)]
+    V = len(p[()])
+    texts = [text for n in range(3) for text in itertools.product(range(V), repeat=n)]
+    pairs = [*itertools.product(range(V), repeat=2)]
     rows = [*itertools.product(texts, pairs)]
     found = bounds_and_residuals(
         torch.stack([torch.stack([p[text + s[:i]] for i in range(3)]) for text, s in rows]),
@@ -340,16 +341,16 @@ def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
 
 def test_noise_of_a_round_is_exact_and_noise_of_a_position_is_not():
     """Enumerated. The numbers of a position would be known to be large where the round before did
-    not accept it."""
-    texts = [text for n in range(5) for text in itertools.product(range(2), repeat=n)]
-    differ = [dict(zip(texts, random_distributions(len(texts), 2, seed=seed).double()))
-              for seed in range(2)]
+    not accept it. (Of two tokens the residual has one at most: its weights show only in three.)"""
+    texts = [text for n in range(5) for text in itertools.product(range(3), repeat=n)]
+    differ = [dict(zip(texts, (random_distributions(len(texts), 3, seed=seed) + 0.2) / 1.6))
+              for seed in (0, 5)]
     alike = [dict.fromkeys(texts, torch.tensor(each, dtype=torch.float64))
              for each in ([0.6, 0.4], [0.05, 0.95])]
     for (p, q), kept, distance in ((differ, False, 0.0), (alike, False, 0.0), (alike, True, 0.083)):
         law = law_of_three_tokens(p, q, kept)
         expected = {(x, y, z): p[()][x] * p[x,][y] * p[x, y][z]
-                    for x, y, z in itertools.product(range(2), repeat=3)}
+                    for x, y, z in itertools.product(range(len(p[()])), repeat=3)}
         apart = sum(abs(law[text] - float(expected[text])) for text in expected) / 2
         assert apart == pytest.approx(distance, abs=1e-3 if kept else 1e-12)
 
@@ -358,9 +359,12 @@ def test_the_noise_is_exponential_and_its_hash_that_of_splitmix64():
     """As published: the first number of its seed 1234567."""
     hashed = scrambled(torch.tensor(1234567) + GOLDEN)
     assert int(hashed) % 2 ** 64 == 6457827717110365317
-    E = exponentials(torch.cat([torch.tensor([0, 2.0 ** -53]), draw_uniforms(498)]), 1000)
+    uniforms = torch.cat([torch.tensor([0, 2.0 ** -53]), draw_uniforms(498)])
+    E = exponentials(uniforms, 1000)
     assert 0 < E.min() and E.max() < torch.inf and len(E.unique()) == E.numel()
     assert evenness((-E).exp().flatten(), bins=100) > ALPHA
+    for p in random_distributions(10, 500, 1000).float():
+        assert race(p, uniforms).equal((E / p).argmin(-1)), "in float64"
 
 
 @pytest.mark.parametrize("backup", ("neural", "random"))
@@ -776,7 +780,8 @@ def test_a_draft_may_draw_from_a_wider_q():
 
 # ---- 6. the speculation cache (section 4.1), Saguaro sampling (4.2), and what they are worth ----
 def test_a_draft_that_is_its_target_foresees_every_bonus_token():
-    """By its copy of the target's random numbers, in every round of every batch, with any shape."""
+    """By its copy of the target's random numbers, in every round of every batch, unless it prepares
+    nothing for k = K, as `confident` does at times."""
     target = random_model()
     hits = []
     for fan_out, rule in (("geometric", "race"), ("confident", "race"), ("confident", "block")):
@@ -785,7 +790,21 @@ def test_a_draft_that_is_its_target_foresees_every_bonus_token():
         for prompts in (RAGGED, RAGGED[:1], RAGGED[1:]):
             decoder(prompts)
         hits.append(decoder.stats.summary()["hit_rate"])
-    assert hits[:2] == [1, 1] and hits[2] < 0.9
+        assert decoder.draft.guess_counts.fan_outs.any() == (fan_out == "confident")
+    assert hits[0] == 1 and hits[1] > 0.95 and hits[2] < 0.9
+
+
+def test_guesses_of_a_race_are_the_first_tokens_but_for_the_rejected_one():
+    """Of q / E, by the number that the target will draw by. Here the first is rejected."""
+    target = random_model()
+    decoder = make_decoder(target, target, temperature=0.8, top_k=9, verification="race")
+    logits = 3 * random_distributions(2, 4, 40).log()
+    E = exponentials(UniformStream(0, sampling.VERIFIER_STREAM).draw(2, 4)[:, -1], 40)
+    times = E[:, None] / decoder.draft.sampler.probabilities(logits)  # [B, K+1, V]
+    tokens = times[:, :-1].argmin(-1)
+    guesses = decoder.draft.candidates(logits, Speculation(tokens, logits, torch.zeros(2)))
+    times[:, :-1].scatter_(-1, tokens[..., None], torch.inf)
+    assert guesses.equal(times.argsort(-1)[..., :7])
 
 
 def test_after_an_interrupt_the_draft_foresees_as_before(monkeypatch):
@@ -1018,6 +1037,13 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, a_random, pace, ch
     assert set(backups) == chosen
 
 
+@pytest.mark.parametrize("backup, a", (("neural", 0.7), ("lookup", 0.2), ("random", 0.1)))
+def test_the_shape_after_a_backup_is_that_of_its_own_acceptance_rate(backup, a):
+    """As --help says of --backup-acceptance-rate."""
+    plan = make_plan(settings(backup=backup, budget=24, acceptance_rate=0.7))
+    assert plan.fan_out[BACKUP] == cache.geometric_fan_out(24, 3, a, 1.0)
+
+
 @pytest.mark.parametrize("a, r", ((0.9, 0.6), (0.2, 1.5)))
 def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
     """400,000 outcomes: k of 5 tokens accepted, F guesses miss with probability F^-r / 2."""
@@ -1036,9 +1062,16 @@ def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
 
 
 def test_the_draft_counts_which_guess_every_bonus_token_was():
-    """By who drafted and by k; and the table says how often the cache hit."""
+    """By who drafted and by k; and the table says how often the cache hit. Of a text that ends, all
+    rounds but round 0 and its last are counted."""
     target = random_model()
-    decoder = make_decoder(target, imitation(target, 0.2), temperature=0.8, fan_out="3,2,1,2",
+    draft = imitation(target, 0.2)
+    ending = make_decoder(target, draft, temperature=0.8, max_new_tokens=20)
+    _, rounds = texts_and_rounds(ending, RAGGED)
+    rounds = Counter(row for row, *_ in rounds)
+    assert ending.draft.guess_counts.table.sum() == rounds.total() - 2 * len(RAGGED)
+    assert len({*rounds.values()}) > 1, "rows end one after the other"
+    decoder = make_decoder(target, draft, temperature=0.8, fan_out="3,2,1,2",
                            backup="random", backup_acceptance_rate=0.5)
     record = run_rounds(decoder, RAGGED, 15)
     tables = decoder.draft.guess_counts.table
@@ -1221,10 +1254,25 @@ def test_the_draft_fills_the_cache_before_it_hears_the_outcome():
     assert first.bonus.shape == (len(RAGGED), 7), "the whole budget"
 
 
-def test_a_text_ends_with_the_first_end_of_a_round():
-    sequences = saguaro.Sequences([[1], [1]], 9, 99, eos=[5, 6])
-    assert sequences.extend_row(0, [3, 5, 4, 6]) == [3, 5] and sequences.extend_row(1, [3]) == [3]
-    assert sequences.finish_reasons == ["eos", None]
+def test_a_text_ends_with_the_first_end_of_a_round_and_says_why():
+    """An end-of-sequence token counts more than a length that is reached with it."""
+    sequences = saguaro.Sequences([[1], [1], [1], [1], 3 * [1]], 3, 5, eos=[5, 6])
+    rounds = ([3, 5, 4, 6], [3], [3, 3, 5, 3], [3, 3, 3, 5], [3, 3, 5])
+    kept = [sequences.extend_row(row, tokens) for row, tokens in enumerate(rounds)]
+    assert kept == [[3, 5], [3], [3, 3, 5], [3, 3, 3], [3, 3]]
+    assert sequences.finish_reasons == ["eos", None, "eos", "length", "context"]
+
+
+def test_an_outcome_is_sent_before_it_is_shown():
+    """So that the draft answers meanwhile."""
+    decoder = make_decoder(random_model(), mode="ar")
+    sequences = saguaro.Sequences(RAGGED, 5, 99, eos=[])
+    speculator = decoder.speculator(sequences)
+    events = []
+    speculator.send_outcome = lambda _: events.append("sent")
+    for _ in saguaro.decode(decoder.target, speculator, sequences, 0):
+        events.append("shown")
+    assert events == 5 * ["sent", "shown"]
 
 
 @pytest.mark.parametrize("seed", RANDOM_SEEDS)
