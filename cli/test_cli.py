@@ -11,7 +11,6 @@ import copy
 import errno
 import gzip
 import importlib
-import itertools
 import json
 import os
 import re
@@ -213,8 +212,8 @@ WRONG = {  # a command, and what is said about it
     "--prompts MESSAGES": "no text in a field prompt, question or text, but list",
     "--prompts LONG": "context, 512",
     "--prompts GOOD --output GOOD --mode ar": "GOOD': it is the file of --prompts",
-    "--prompts GOOD --trace GOOD --mode ar": "GOOD': it is the file of --prompts",
-    "--output EMPTY --trace EMPTY --mode ar": "EMPTY': it is the file of --output",
+    "--prompts GOOD --trace LINK --mode ar": "LINK': it is the file of --prompts",
+    "--output OUT --trace OUT --mode ar": "OUT': it is the file of --output",
     "--target POINTER --mode ar": "it holds no weights: a download that broke off, or a Git LFS po",
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
@@ -238,7 +237,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     """The files and folders that the words in capitals in WRONG stand for."""
     folder = tmp_path_factory.mktemp("wrong")
     for name, text in {"EMPTY": "\n", "TORN": '{"text": "a"}\n{"text": "b',
-                       "FIELDLESS": '{"words": "a"}', "GOOD": '{"text": "a"}',
+                       "FIELDLESS": '{"words": "a"}', "GOOD": '{"text": "a"}', "OUT": "",
                        "MESSAGES": '{"prompt": [{"role": "user"}], "question": "q"}',
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
@@ -262,6 +261,7 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     (folder / "POINTER/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
     os.mkfifo(folder / "PIPE")
+    os.link(folder / "GOOD", folder / "LINK")
     return {path.name: str(path) for path in folder.iterdir()}
 
 
@@ -357,9 +357,9 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
         shown = capsys.readouterr().out
         assert ("tokens per second" in shown) == (mode != "ssd") == ("in turns" not in shown)
         assert ("cache hit rate" in shown) == (mode == "ssd") and "hidden" not in shown
-        job.settings.verification = "block"
-        print_summary(job, summary)
-        assert "acceptance" not in capsys.readouterr().out
+        for job.settings.verification in ("block", "race"):
+            print_summary(job, summary)
+            assert "acceptance" not in capsys.readouterr().out
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -549,16 +549,17 @@ def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
 
 
 def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkeypatch):
-    calls = itertools.count()
+    files = []
 
     def fail(*_) -> None:
-        if next(calls) == 1:
+        files.append((tmp_path / "out").read_text())  # whoever is killed closes no file
+        if len(files) == 2:
             raise UserError("in the second batch")
 
     monkeypatch.setattr(run.decoder, "check_prompts", fail)
     words = [*pair, "--mode", "ar", "--output", tmp_path / "out"]
     assert obey("saguaro.py", *words)[0] == 2
-    lines = list(map(json.loads, (tmp_path / "out").read_text().splitlines()))
+    lines = list(map(json.loads, files[1].splitlines()))
     assert [line.get("prompt") for line in lines] == [None, "def f(x):", "class A:"]
 
 
@@ -595,6 +596,13 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
         shown = capsys.readouterr().out
         assert told in shown
     assert "1.90   x autoregressive with these values, 0.79 x SD" in shown
+
+
+def test_the_trace_numbers_the_prompts_of_all_batches():
+    rows = [RowRound(row, PRIMARY, [0], 1, 0, [0]) for row in range(2)]
+    stats = Stats(log=3 * [TimedRound(0, 0.0, 1.0, rows), TimedRound(1, 1.0, 2.0, rows[1:])])
+    told = [event["args"]["prompt"] for event in stats.trace([])["traceEvents"]]
+    assert told == [0, 1, 1, 2, 3, 3, 4, 5, 5]
 
 
 @pytest.mark.parametrize("prompt, text, shown", (
