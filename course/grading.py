@@ -559,7 +559,9 @@ def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
         order = [name for name in order if name != "start"]
         for number, name in enumerate(order[:12], start=1):  # of three rounds
             exam.says(f"call {number} of `serve` after `start`; ", name, of="order")
-        for name in "pre_speculate", "receive_outcome", "speculate", "send_speculation":
+        exam.says("the first calls of `pre_speculate`; ", calls.get("pre_speculate", [])[:3],
+                  of="arguments")
+        for name in "receive_outcome", "speculate", "send_speculation":  # if it makes some
             exam.says(f"the first calls of `{name}`; ", calls.get(name, [])[:3], 0,
                       lambda mine, right: right if mine else mine, "arguments")
 
