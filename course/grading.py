@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 from unittest import mock
@@ -615,5 +616,7 @@ def expected(name: str) -> list:
 def test(name):
     said = exam_of(name, SEED)
     fault = failure(said, [each.value for each in said], expected(name))
+    if "NotImplementedError: exercise" in fault:  # told once for each exercise, at the end
+        pytest.skip(re.search(r"exercise [^(\n]*\S", fault)[0])
     if fault:
         raise pytest.fail.Exception(fault, pytrace=False) from None

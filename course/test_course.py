@@ -961,9 +961,8 @@ def test_a_hand_out_grades_itself(tmp_path):
     report = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, text=True,
                             stdout=subprocess.PIPE).stdout
     assert re.search(r"yours     7\n  expected  \d\.\d", report)
-    assert [n for n in EXERCISES if f"NotImplementedError: exercise {n}:" in report] == [
-        n for n in EXERCISES if n != "4"]
-    assert "geometric_fan_out" not in report
+    assert re.findall(r"SKIPPED .*: exercise (\w+):", report) == numbers
+    assert "geometric_fan_out" not in report and report.count("\n") < 60
 
 
 @pytest.mark.slow
