@@ -691,7 +691,7 @@ def test_the_numbers_in_sentences_are_those_of_the_launch():
     assert f"C = 0.75 is {faster:.0%} faster" in results
     race, more, block = (float(metric("comparison", name, 1, "tokens/s")) for name in
                          ("SSD, race", "SSD, budget 64, race", "SD, block"))
-    over_block = f"is {race / block:.2f} and {more / block:.2f} x"
+    over_block = f"{race / block:.2f} and {more / block:.2f} x SD by block"
     assert over_block in readme and over_block in results
     for name in ("hit_rate", "acceptance_rate"):
         assert f"from {bent(name, 1)} to {bent(name, 0)}" in results.split("### Downweight")[1]
