@@ -208,7 +208,7 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     return sum(acceptance_rate ** k for k in range(lookahead + 1))
 
 
-def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: float, T_b: float,
+def throughput(hit_rate: float, E_hit: float, E_miss: float, T_p: float, T_b: float,
                batch_size: float = 1) -> float:
     """Return the tokens a verification of a row, in a batch of b rows with hit rate p (Cor. 16):
 
@@ -220,15 +220,15 @@ def throughput(hit_rate: float, tokens_hit: float, tokens_miss: float, T_p: floa
     that hit need what it prepares: where T_p > 1, give T_b + T_p - 1 as T_b. (Else a text would
     get faster in a larger batch where T_p > 1 + T_b.)
 
-    >>> throughput(hit_rate=0.5, tokens_hit=4, tokens_miss=2, T_p=0.8, T_b=0.5)
+    >>> throughput(hit_rate=0.5, E_hit=4, E_miss=2, T_p=0.8, T_b=0.5)
     2.4
     """
     all_hit = hit_rate ** batch_size
-    tokens = hit_rate * tokens_hit + (1 - hit_rate) * tokens_miss
+    tokens = hit_rate * E_hit + (1 - hit_rate) * E_miss
     return tokens / (all_hit * max(1.0, T_p) + (1 - all_hit) * (1 + T_b))
 
 
-def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float, T_sd: float,
+def speedup_over_sd_bounds(hit_rate: float, E_hit: float, E_sd: float, T_sd: float,
                            T_b: float) -> tuple[float, float]:
     """Return bounds on SSD's speedup over SD (Cor. 9), if its backup is its primary, T_p <= 1 and
     E_hit <= E_miss <= E_hit (1 + T_b):
@@ -238,25 +238,25 @@ def speedup_over_sd_bounds(hit_rate: float, tokens_hit: float, tokens_sd: float,
     If both have the same K, as in the paper, T_b = T_SD. If also E_hit = E_SD, the lower bound is
     at least 1 (Cor. 8).
 
-    >>> speedup_over_sd_bounds(hit_rate=1.0, tokens_hit=3, tokens_sd=3, T_sd=0.5, T_b=0.5)
+    >>> speedup_over_sd_bounds(hit_rate=1.0, E_hit=3, E_sd=3, T_sd=0.5, T_b=0.5)
     (1.5, 1.5)
     """
-    upper = (1 + T_sd) * tokens_hit / tokens_sd
+    upper = (1 + T_sd) * E_hit / E_sd
     return upper / (1 + T_b * (1 - hit_rate)), upper
 
 
-def critical_batch_size(hit_rate: float, tokens_hit: float, tokens_neural: float,
-                        tokens_fast: float, T_p: float, T_neural: float, T_fast: float) -> float:
+def critical_batch_size(hit_rate: float, E_hit: float, E_neural: float, E_fast: float,
+                        T_p: float, T_neural: float, T_fast: float) -> float:
     """Return b* (Thm. 17): below this batch size the neural backup has the higher `throughput`,
     above it the fast one. It is 0 if the fast backup is better at every size, and infinity if the
-    neural is. Assumes T_fast <= T_neural. `tokens_*` are the expected tokens of the round after a
-    hit, a neural and a fast backup. Where T_p > 1, see `throughput` on T_neural and T_fast.
+    neural is. Assumes T_fast <= T_neural. `E_*` are the expected tokens of the round after a hit,
+    a neural and a fast backup. Where T_p > 1, see `throughput` on T_neural and T_fast.
 
     >>> round(critical_batch_size(0.8, 4, 4, 1, T_p=1, T_neural=0.5, T_fast=0), 2)
     1.95
     """
-    neural = hit_rate * tokens_hit + (1 - hit_rate) * tokens_neural
-    fast = hit_rate * tokens_hit + (1 - hit_rate) * tokens_fast
+    neural = hit_rate * E_hit + (1 - hit_rate) * E_neural
+    fast = hit_rate * E_hit + (1 - hit_rate) * E_fast
     T_hit = max(1.0, T_p)
     # A round takes x T_hit + (1 - x) (1 + T), where x = p^b falls from 1 (b = 0) to 0. Multiplied
     # out, neural has the higher throughput iff at_zero + slope x > 0.

@@ -80,9 +80,9 @@ for b in range(len(candidates)):
 return Outcome(torch.tensor(ks), torch.tensor(tokens))""",
     "cache.critical_batch_size": """
 def gain(x):  # of the neural backup, where p^b = x
-    fast, neural = ((hit_rate * tokens_hit + (1 - hit_rate) * tokens)
+    fast, neural = ((hit_rate * E_hit + (1 - hit_rate) * tokens)
                     / (x * max(1.0, T_p) + (1 - x) * (1 + T))
-                    for tokens, T in ((tokens_fast, T_fast), (tokens_neural, T_neural)))
+                    for tokens, T in ((E_fast, T_fast), (E_neural, T_neural)))
     return neural - fast
 
 if gain(0) >= 0:
