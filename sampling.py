@@ -13,7 +13,7 @@ their own. Greedy decoding has the point mass at the argmax as p. A proposal tha
 random, by a greedy draft or by look-up, has a point mass as q.
 
 Saguaro sampling (Def. 14) changes q so that the residual, and with it the bonus token, falls among
-the tokens that the draft caches anyway. With the logits z of the draft it is
+the draft's F likeliest tokens, the more the smaller C is (Thm. 15). With the draft's logits z it is
 
     sigma_{F,C}(z)_t  proportional to  C exp(z_t) if t in top_F(z), else exp(z_t).
 
