@@ -32,7 +32,7 @@ Drafted = tuple[torch.Tensor, torch.Tensor]  # tokens and q, as in `Speculation`
 
 class Plan(NamedTuple):
     """Holds the choices that sections 4.1 and 4.3 leave open, made before the first round."""
-    fan_out: list[list[int]]  # F_0..F_K for a speculation of the PRIMARY, and of the BACKUP
+    fan_out: list[list[int]]  # F_0..F_K after the PRIMARY (paper: F^p), and after the BACKUP (F^b)
     backup: str               # a name in BACKUPS
     critical_batch_size: float | None = None  # Theorem 17's, if it chose the backup
 
@@ -50,7 +50,7 @@ class DraftWorker:
 
     def __init__(self, model: CausalLM, sampler: Sampler, seed: int, plan: Plan):
         """`sampler` has the C of Saguaro sampling. `seed` may be the target's: branches and backups
-        have random streams of their own, independent of the verifier's."""
+        have streams of their own, so the outcome that chooses a branch does not bias its tokens."""
         self.model = model
         self.sampler = sampler
         self.plan = plan
