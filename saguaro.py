@@ -44,7 +44,7 @@ def decode(target: TargetWorker, speculator: "Channel | TakingTurns", sequences:
     """Run the verifier's column. Autoregressive decoding, speculative decoding and SSD are this one
     loop; who drafts, and when, is the only difference. `speculator` is a `Channel` to the draft's
     rank, or `TakingTurns` with a draft in this process. Yields every round, once its tokens have
-    joined the `sequences`."""
+    joined the `sequences`. Prefill is round 0, so the loop begins with what ends a round."""
     rows = len(sequences.prompts)
     speculation = Speculation.empty(rows)
     outcome = target.prefill(sequences.prompts, sequences.max_length, lookahead)
