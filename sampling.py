@@ -95,9 +95,9 @@ def saguaro_distribution(q: torch.Tensor, F: int, downweight: float) -> torch.Te
     >>> saguaro_distribution(torch.tensor([1/2, 1/4, 1/4]), F=1, downweight=1/2)
     tensor([0.3333, 0.3333, 0.3333])
 
-    Definition 14 counts the drafted token among the top F. The cache leaves it out, because a
-    rejected token cannot be the bonus token, and guesses the next likeliest instead, which keeps
-    its full weight. So the residual has at least as much mass on the cache as on the top F."""
+    Definition 14 counts the drafted token among the top F. The cache leaves it out, as it cannot be
+    the bonus token once rejected, and guesses the next likeliest, which keeps its weight. So the
+    residual has no less mass on the cache than on the top F; Theorem 15 holds for the latter."""
     if downweight == 1 or F == 0:
         return q
     cached = q.topk(min(F, q.shape[-1])).indices
