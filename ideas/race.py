@@ -19,10 +19,11 @@ is to judge by numbers u_1..u_K that belong to positions of the text and not to 
 largest i whose number is below a bound, so of the numbers behind k one knows that they are large,
 and those positions would be judged by them again.
 
-Samples are forecast better by who knows their noise (Wiggers and Hoogeboom 2020, arXiv:2002.09928).
-Exponential races let a draft and its target draw the same token (Daliri et al. 2024,
-arXiv:2408.07978; Kobus and Gunduz 2025, arXiv:2504.15475), or the target one of a list (Rowan et
-al. 2025, arXiv:2506.05632). We know of none that fills the cache of SSD.
+Who knows the noise of a sample forecasts it better (Wiggers and Hoogeboom 2020, arXiv:2002.09928).
+Others let the draft itself draw by the target's noise (Daliri et al. 2024, arXiv:2408.07978; Kobus
+and Gunduz 2025, arXiv:2504.15475; Rowan et al. 2025, arXiv:2506.05632). Then both draw the same
+token at worst with probability (1 - TV) / (1 + TV), where p / q accepts 1 - TV, with the total
+variation TV between p and q. We know of none that fills the cache of SSD.
 """
 from functools import partial
 
