@@ -55,12 +55,16 @@ class DraftWorker:
         self.sampler = sampler
         self.plan = plan
         self.lookahead = plan.lookahead
-        self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
-                         UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
         self.clock = model.clock
         self.num_guesses = min(plan.budget, model.vocab_size)  # one F_k may be the whole budget
         self.guess_counts = GuessCounts(plan.lookahead, self.num_guesses)
         self.q_template = sampler.q_template(model.vocab_size, model.dtype, model.device)
+        self.manual_seed(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin with the random numbers of this seed."""
+        self.uniforms = [UniformStream(seed, BRANCH_STREAM),  # PRIMARY's
+                         UniformStream(seed, BACKUP_STREAM)]  # BACKUP's
 
     def start(self, prompts: list[list[int]], max_length: int) -> None:
         """Read the prompts of a new batch, whose rows will have at most `max_length` tokens."""

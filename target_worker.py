@@ -23,8 +23,12 @@ class TargetWorker:
         self.model = model
         self.sampler = sampler
         self.rule = rule
-        self.uniforms = UniformStream(seed, VERIFIER_STREAM)
         self.clock = model.clock
+        self.manual_seed(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        """Begin with the random numbers of this seed."""
+        self.uniforms = UniformStream(seed, VERIFIER_STREAM)
 
     def prefill(self, prompts: list[list[int]], max_length: int, lookahead: int) -> Outcome:
         """Read the prompts of texts of at most `max_length` tokens, and verify round 0's empty

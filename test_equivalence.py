@@ -55,7 +55,7 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import mean
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -265,7 +265,7 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
     for numbers in (drawn, used):
         assert {tensor.dtype for tensor in numbers} == {torch.float64}
         together = torch.cat([tensor.flatten() for tensor in numbers])
-        assert len(together.unique()) == len(together) > 1000
+        assert len(together.unique()) == len(together) > 900
 
 
 @pytest.mark.parametrize("rule", VERIFICATIONS)
@@ -385,6 +385,29 @@ def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
         chosen = source == drafted_by
         assert_drawn(tokens[chosen].flatten(), q[chosen].flatten(0, 1))
         assert drafted_by == BACKUP or not q[chosen][..., 33:].any()
+
+@pytest.mark.parametrize("rule", VERIFICATIONS)
+def test_a_batch_is_the_same_whatever_became_of_the_one_before(rule, monkeypatch):
+    """Such as an interrupt, in a notebook, in any pass of target or draft. Else a racing draft
+    would foresee other numbers than those that judge it, and a text would be biased."""
+    decoder = make_decoder(random_model(), imitation(random_model(), 0.15), verification=rule,
+                           temperature=0.8, max_new_tokens=9, backup="lookup", fan_out="confident")
+    forward = Mock(wraps=CausalLM.forward)
+    monkeypatch.setattr(CausalLM, "forward", lambda *args, **how: forward(*args, **how))
+    first = decoder(RAGGED)
+    passes = forward.call_count
+    decoder.stats.spans.clear()
+    second = texts_and_rounds(decoder, RAGGED)
+    works = [span.work for span in decoder.stats.spans]
+    assert first != second[0], "batches have numbers of their own"
+    for number in range(passes):
+        again = Decoder(decoder.settings, decoder.models)
+        forward.side_effect = [*number * [DEFAULT], KeyboardInterrupt]
+        with pytest.raises(KeyboardInterrupt):
+            again(RAGGED)
+        forward.side_effect = None
+        assert texts_and_rounds(again, RAGGED) == second
+        assert [span.work for span in again.stats.spans] == works, "times of one batch alone"
 
 # ---- 2. greedy decoding: token for token what `generate` writes ----
 @pytest.mark.parametrize("family, changes", (
@@ -805,18 +828,6 @@ def test_guesses_of_a_race_are_the_first_tokens_but_for_the_rejected_one():
     guesses = decoder.draft.candidates(logits, Speculation(tokens, logits, torch.zeros(2)))
     times[:, :-1].scatter_(-1, tokens[..., None], torch.inf)
     assert guesses.equal(times.argsort(-1)[..., :7])
-
-
-def test_after_an_interrupt_the_draft_foresees_as_before(monkeypatch):
-    """In a notebook: the draft has drawn the numbers of a round, the target has not."""
-    target = random_model()
-    decoder = make_decoder(target, target, max_new_tokens=30, temperature=0.8, budget=4,
-                           verification="race")
-    with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
-        once.setattr(decoder.target, "prefill", Mock(side_effect=KeyboardInterrupt))
-        decoder(RAGGED)
-    decoder(RAGGED)
-    assert decoder.stats.summary()["hit_rate"] == 1
 
 
 def test_greedy_a_race_draws_nothing_and_guesses_as_ever():

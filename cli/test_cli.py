@@ -392,12 +392,15 @@ def end_texts_from_outside(decoder: Decoder | None = None) -> list:
     return [*ended, problem, heard.count(0), decoder(RAGGED[:3])]
 
 
-@pytest.mark.parametrize("other", ("decoder", "of the same models", "in a thread"))
-def test_who_shares_models_waits_for_their_turn(other):
+@pytest.mark.parametrize("other", ("decoder", "of the same draft", "in a thread"))
+def test_who_shares_a_model_waits_for_their_turn(other):
     """Else both would write into one KV: texts would be wrong, without a word."""
     target = random_model()
     decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
-    second = decoder if other == "decoder" else Decoder(decoder.settings, decoder.models)
+    models = decoder.models
+    if other == "of the same draft":
+        models = models._replace(target=CausalLM(target))
+    second = decoder if other == "decoder" else Decoder(decoder.settings, models)
     alone = decoder(RAGGED[:1]), second(RAGGED[1:2])
     said = []
 

@@ -27,7 +27,8 @@ and a 4-D `attention_mask` is used as it is. Any module with the same call can s
 """
 import inspect
 import threading
-from typing import Callable
+from contextlib import contextmanager
+from typing import Callable, Iterator
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -96,11 +97,22 @@ class CausalLM:
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
-        self.at_work = threading.Lock()  # of one batch: see `Decoder`
+        self.at_work = threading.Lock()
         # or a `GraphRunner`. It is given this model: two that hold each other would outlive their
         # last user, and so would their CUDA graphs.
         self.forward_fn: Callable[..., torch.Tensor] = CausalLM.forward_eager
         self.clock = PacedClock(self.device)
+
+    @contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Decode a batch in this block. Raises `UserError` if another thread, or a callback of this
+        one, is decoding: both would write into the same slots."""
+        if not self.at_work.acquire(blocking=False):
+            raise UserError("these models are decoding another batch: one at a time")
+        try:
+            yield
+        finally:
+            self.at_work.release()
 
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Make room for a batch: `max_length` slots a row for its text, and `scratch` more.

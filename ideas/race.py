@@ -72,14 +72,9 @@ def scrambled(x: torch.Tensor) -> torch.Tensor:
 class RacingDraft(DraftWorker):
     """Guesses the tokens that are first in the race of its own q."""
 
-    def __init__(self, model, sampler, seed, plan):
-        super().__init__(model, sampler, seed, plan)
+    def manual_seed(self, seed: int) -> None:
+        super().manual_seed(seed)
         self.verifier = UniformStream(seed, VERIFIER_STREAM)  # a copy of the target's, in step
-
-    def start(self, prompts, max_length):
-        super().start(prompts, max_length)
-        if self.target:  # of this process: an interrupt may have come between the two
-            self.verifier.generator.set_state(self.target.uniforms.generator.get_state())
 
     def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
         rows, lookahead = speculation.tokens.shape

@@ -1,5 +1,6 @@
 """Decodes prompts: models, workers and settings, put together around saguaro.py's two columns."""
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Callable
 
@@ -18,15 +19,19 @@ from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
 from sampling import Sampler
 from target_worker import TargetWorker
 
+STRIDE = 663608941  # of seeds: 2^30 / the golden ratio, odd
+
 
 class Decoder:
     """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
-    and call it as often. Decoders that share models share their KV: one at a time."""
+    and call it as often. After an error in the middle of a batch, end all: they are out of step.
+    Decoders that share models share their KV: one at a time. `stats` sums over all calls."""
 
     def __init__(self, settings: Settings, models: Models):
         self.settings = settings
         self.models = models
         self.placement = models.placement
+        self.num_batches = 0  # that have begun
         self.lookahead = settings.lookahead if settings.mode != "ar" else 0
         self.sampler = Sampler(settings.temperature, settings.top_k, settings.top_p,
                                settings.downweight)
@@ -39,6 +44,7 @@ class Decoder:
         # what is None is another rank's work, or nobody's
         self.target = self.make_target() if models.target else None
         self.draft = self.make_draft(plan) if drafts else None
+        self.workers = [worker for worker in (self.target, self.draft) if worker]
         self.channel = self.make_channel() if several else None
         if self.lookahead and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
@@ -57,9 +63,7 @@ class Decoder:
         class Draft(*filter(None, ideas), DraftWorker):
             settings = self.settings
 
-        draft = Draft(self.models.draft, self.sampler, self.settings.seed, plan)
-        draft.target = self.target  # a class would hold its model until Python collects garbage
-        return draft
+        return Draft(self.models.draft, self.sampler, self.settings.seed, plan)
 
     def make_channel(self) -> Channel:
         dtype = torch.float64 if self.settings.dtype == "float64" else torch.float32
@@ -74,13 +78,10 @@ class Decoder:
         calls `on_tokens` after every round with a row, its new tokens and their source. It may
         `stop` a row; what it raises is raised here, once the batch has ended on all ranks. Raises
         `UserError` for prompts that cannot go on, and while these models decode another batch."""
-        model = self.models.target or self.models.draft
-        if not model.at_work.acquire(blocking=False):
-            raise UserError("these models are decoding another batch: one at a time")
-        try:
+        with ExitStack() as until_done:
+            for worker in self.workers:
+                until_done.enter_context(worker.model.one_batch())
             return self.decode_batch(prompts, on_tokens)
-        finally:
-            model.at_work.release()
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         self.models.set_pace(self.settings.pace)
@@ -90,6 +91,7 @@ class Decoder:
             prompts, *_ = gather(prompts)
         context = self.models.context
         check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
+        self.begin_batch()
         sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
                               self.models.max_length)
         self.sequences = sequences
@@ -100,14 +102,22 @@ class Decoder:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        spans = [span for worker in (self.target, self.draft) if worker
-                 for span in worker.clock.read()]
+        spans = [span for worker in self.workers for span in worker.clock.read()]
         told = (spans, self.draft.guess_counts.tables() if self.draft else [])
         self.stats.add(gather(told) if self.channel else [told])
         self.finish_reasons = sequences.finish_reasons
         if failure:
             raise failure
         return sequences.new_tokens
+
+    def begin_batch(self) -> None:
+        """Begin with random numbers that follow from the seed and the number of batches before this
+        one, whatever became of those. Multiples of `STRIDE` are far apart modulo 2^30 (of 100,000
+        any two by more than 6,000), so batches of one seed, and of seeds nearby, differ."""
+        for worker in self.workers:
+            worker.manual_seed((self.settings.seed + self.num_batches * STRIDE) % 2 ** 30)
+            worker.clock.read()  # discards the times
+        self.num_batches += 1
 
     def stop(self, row: int) -> None:
         """End the text of this row after the round that `on_tokens` hears of."""
