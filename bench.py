@@ -47,20 +47,22 @@ from run.screen import KEPT, TOO_SLOW
 from run.stats import Stats, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
-NUM_PROMPTS = 12
-SAMPLES = 4  # of each prompt in the comparison, at temperatures above 0; no measurement has more
-FEW = (NUM_PROMPTS, 2)  # (prompts, samples), to choose K, and of figures that are not in TEXTS
+GREEDY = (16, 3)    # (prompts, samples of each) of the comparison at temperature 0,
+SAMPLED = (16, 8)   # and above
+FEW = (12, 2)       # to choose K, and of figures that are not in TEXTS
+MOST_MEASURED = 48  # texts of a figure
 TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16, 6),
          "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
-LOOKAHEADS = range(1, 9)  # among which each line of the comparison has its best
+LOOKAHEADS = range(1, 11)  # among which each line of the comparison has its best
 LARGEST = 64  # so many guesses tell the hits of every smaller cache
 # SD drafts with the draft model, and AR not at all, whatever the options of SSD are
 BASELINE = {"backup": "neural", "downweight": 1.0, "fan_out": "geometric", "budget": 0}
-COMPARED = ("tokens/s", "/ AR", "/ SD", "by Theorem 7", "Cor. 9")
+COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "/ SD, block", "by Theorem 7", "Cor. 9")
 COLUMNS = {  # and how they are headed
-    "lookahead": "K", "tokens/s": "tokens/s", "tokens_per_round": "a round", "acceptance_rate": "a",
-    "hit_rate": "hits", "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
+    "lookahead": "K", "top_p": "top-p", "tokens/s": "tokens/s", "standard error": "+-",
+    "tokens_per_round": "a round", "acceptance_rate": "a", "hit_rate": "hits",
+    "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
 # what grows, and the context, batch size and vocabulary of each measurement
 GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
@@ -157,7 +159,7 @@ class Bench:
 
     def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
         """Return the rows of these points as measured."""
-        found = self.decode(points, texts[:NUM_PROMPTS * SAMPLES])
+        found = self.decode(points, texts)
         return [measured_row(point, self.settings_of(point), stats)
                 for point, stats in zip(points, found)]
 
@@ -240,15 +242,32 @@ def counts_of(settings: Settings, stats: Stats) -> Metrics:
 
 
 def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """Return the row of a point as it was decoded. Speed is that of the rounds in which all rows
-    are active. Where the pace is slower for a batch, times are shown as if it were not."""
+    """Return the row of a point as it was decoded. Where the pace is slower for a batch, times are
+    shown as if it were not."""
     slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
-    rounds = [timed for timed in stats.log
-              if timed.number > 0 and len(timed.rows) == settings.batch_size]
-    tokens = sum(len(row.new_tokens) for timed in rounds for row in timed.rows)
-    seconds = sum(timed.seconds for timed in rounds)
     parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
-    return row_of(point, settings, parts, slower * tokens / seconds)
+    speed, parts["standard error"] = speed_of(stats, settings.batch_size, slower)
+    return row_of(point, settings, parts, speed)
+
+
+def speed_of(stats: Stats, rows: int, slower: float) -> tuple[float, float | None]:
+    """Return the tokens a second of the rounds in which all `rows` of a batch are active, at a pace
+    so many times `slower`, and the standard error of this ratio over the batches, if there are
+    several."""
+    decoded = []  # tokens and seconds of each batch
+    for timed in stats.log:
+        if timed.number == 0:
+            decoded.append([0, 0.0])
+        elif len(timed.rows) == rows:
+            decoded[-1][0] += sum(len(row.new_tokens) for row in timed.rows)
+            decoded[-1][1] += timed.seconds
+    full = [batch for batch in decoded if batch != [0, 0.0]]  # the last may have fewer rows
+    tokens, seconds = torch.tensor(full, dtype=torch.float64).T
+    speed = slower * tokens.sum() / seconds.sum()
+    if len(full) == 1:
+        return float(speed), None
+    scatter = (slower * tokens - speed * seconds) / seconds.mean()  # its mean is 0
+    return float(speed), float(scatter.std() / len(full) ** 0.5)
 
 
 def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
@@ -262,6 +281,7 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
         "name": point.name, "value": point.value, "predicted": speed is None, "with": point.changes,
         "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None: no line
         "lookahead": 0 if settings.mode == "ar" else settings.lookahead, "C": settings.downweight,
+        "top_p": settings.top_p if settings.top_p < 1 else None,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
         "backup": settings.backup, f"hit rate, {settings.backup} backup": parts["hit_rate"],
         "tokens/s": shown, "Theorem 7": by_theorem_7,
@@ -274,6 +294,7 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD, each with its best K."""
     texts = bench.texts(*FEW)
+    together = {"budget": LARGEST, "fan_out": "confident", "backup": "lookup"}
     common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
     lines = {
         "AR": {"mode": "ar"},
@@ -288,15 +309,23 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
             f"SSD, budget {LARGEST}, block": {"budget": LARGEST, "verification": "block"},
             "SSD, race": {"budget": 24, "verification": "race"},
             f"SSD, budget {LARGEST}, race": {"budget": LARGEST, "verification": "race"}}
+        together |= {"verification": "race"}
+    lines["everything together"] = together
     points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
               for name, changes in lines.items()]
-    found = bench.measure(points, bench.texts(NUM_PROMPTS, SAMPLES if temperature else 1))
+    found = bench.measure(points, bench.texts(*(SAMPLED if temperature else GREEDY)))
+    speeds = {f["name"]: f["tokens/s"] for f in found}
     ar, sd, *_ = found
     for f in found:
+        by_block = f["with"].get("verification", "token") != "token"
         f |= {"/ AR": f["tokens/s"] / ar["tokens/s"], "/ SD": f["tokens/s"] / sd["tokens/s"],
+              "/ SD, block": f["tokens/s"] / speeds["SD, block"] if by_block else None,
               "by Theorem 7": f["Theorem 7"] / sd["Theorem 7"], "Cor. 9": bounds(f, sd)}
     print_table(f"temperature {temperature:g}", COMPARED, found)
     print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
+    fastest = max(found, key=lambda f: f["tokens/s"])
+    options = bench.settings.to_settings(**fastest["with"] | {"pace": (0.0, 0.0)})
+    print(f"  fastest: {command_line(options)}")
     return found
 
 
@@ -360,7 +389,8 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     if name == "frontier":  # each point at its best K
         to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
-    found += bench.measure(to_measure, texts)
+    measured = texts[:MOST_MEASURED]
+    found += bench.measure(to_measure, measured)
     print_table(name, ("value", "predicted", *COLUMNS), found)
     for f in found:
         tables = f.pop("guess_counts", None)
@@ -368,7 +398,7 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
             f["right_guesses"] = tables.sum(1).tolist()
             a, r = fit_shape(tables[PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
-    for f, stats in zip(found, bench.decode(to_measure, texts)) if name == "timeline" else ():
+    for f, stats in zip(found, bench.decode(to_measure, measured)) if name == "timeline" else ():
         f["spans"] = [(span.work, span.start, span.end) for span in stats.spans]
     return found
 
@@ -393,13 +423,17 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
         "shape": points("temperature", heats, (), *[
             (fan_out, {"fan_out": fan_out, "backup": backup})
             for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS) for backup in ("neural", "random")]),
-        "noise": points("temperature", (*heats, 1.25, 1.5), (),
-                        ("private noise", {"verification": "block"}),
-                        ("public noise", {"verification": "race"})),
+        "noise": points("temperature", (*heats, 1.25, 1.5), (), *[
+            (name, changes | filters)
+            for filters in ({}, {"top_k": 20, "top_p": 0.9})
+            for name, changes in (
+                ("private noise", {"verification": "block"}),
+                *[(f"public noise, {fan_out}", {"verification": "race", "fan_out": fan_out})
+                  for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS)])]),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
         "batch": points("batch_size", sizes, sizes, *[
-            (f"{backup} backup", warm | {"lookahead": 3, "backup": backup})
-            for backup in ("neural", "random")]),
+            (f"{backup} backup", warm | {"lookahead": K, "backup": backup})
+            for K in (3, 7) for backup in ("neural", "random")]),
         "frontier": points("batch_size", sizes, sizes,
                            ("AR", {"mode": "ar"}), ("SD", {"mode": "sd"}), *[
             (f"SSD, {backup} backup", {"backup": backup}) for backup in ("neural", "random")]),
@@ -568,8 +602,6 @@ def main(settings: BenchSettings) -> None:
     for name in names:
         if name == "comparison":
             found = comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
-            best = max(found, key=lambda f: (f["temperature"] == settings.temperature,
-                                             f["tokens/s"]))
         else:
             found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
             draw.figure(settings.figures, name, found)
@@ -580,5 +612,4 @@ def main(settings: BenchSettings) -> None:
         json.dump(whole, file, indent=1)
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
-        print(f"fastest here: {command_line(settings.to_settings(**best['with']))}")
     gather(None)  # lets rank 1 go

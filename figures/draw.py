@@ -24,10 +24,11 @@ OTHER = "#6f9a4a"
 LIGHT = "#9db8d6"
 PASSES = {"target, {0}": SSD, "target, {0}, linear": LIGHT, "draft, {1}": SD,
           "draft, {1}, linear": GREY, "sampling": OTHER}  # over {0} tokens and {1} guesses
-COLOURS = {"AR": GREY, "private noise": GREY, "SD": SD, "confident": LIGHT} | dict.fromkeys(
-    ("random backup", "uniform", "SSD, random backup"), OTHER)
-LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 1, 6.4, 3.3),
-           "noise": (1, 1, 6.4, 3.3), "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
+COLOURS = {"AR": GREY, "private noise": GREY, "SD": SD} | dict.fromkeys(
+    ("random backup", "uniform", "public noise, uniform", "SSD, random backup"), OTHER
+) | dict.fromkeys(("confident", "public noise, confident"), LIGHT)
+LAYOUTS = {"timeline": (2, 1, 8, 3.3), "downweight": (1, 3, 8, 3), "batch": (1, 2, 8, 3.3),
+           "noise": (1, 2, 8, 3.3), "frontier": (1, 2, 8, 4), "growth": (1, 3, 8, 3)}
 TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
@@ -43,9 +44,7 @@ TITLES = {
 PANELS = {  # x and y
     "shape": (("temperature", "hit rate, neural backup"),
               ("temperature", "hit rate, random backup")),
-    "noise": (("temperature", "hit_rate"),),
     "downweight": (("C", "hit_rate"), ("C", "acceptance_rate"), ("C", "tokens/s")),
-    "batch": (("batch size", "tokens a verification"),),
     "lookahead": (("lookahead", "tokens/s"), ("lookahead", "T_p"))}
 
 
@@ -152,19 +151,38 @@ def one_position(found: list[dict], axes) -> None:
     axes[0].legend()
 
 
+def noise(found: list[dict], axes) -> None:
+    """Hits with private and with public noise: of all tokens, and of what top-k and top-p leave."""
+    for ax, top_p in zip(axes, (None, 0.9)):
+        rows = [f for f in found if f["top_p"] == top_p]
+        draw_lines(ax, rows, "temperature", "hit_rate")
+    axes[0].set(title="all tokens")
+    axes[1].set(title="top-k 20, top-p 0.9")
+    axes[1].get_legend().remove()
+
+
 def batch(found: list[dict], axes) -> None:
-    """Fig. 6: b* of Theorem 17. The theorem has one p_hit, and random tokens raise it: that counts
-    here as more tokens after a backup."""
+    """Fig. 6, at two lookaheads, with b* of Theorem 17."""
+    for ax, K in zip(axes, (3, 7)):
+        rows = [f for f in found if f["lookahead"] == K]
+        draw_lines(ax, rows, "batch size", "tokens a verification")
+        b = critical_batch(rows)
+        if b > 0.5:
+            ax.axvline(b, color=GREY, linestyle=":")
+            ax.annotate(f"b* = {b:.1f}", (1.04 * b, 0.1), color=GREY)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.set(title=f"K = {K}")
+
+
+def critical_batch(found: list[dict]) -> float:
+    """b* by what was counted with each backup. The theorem has one p_hit, and random tokens raise
+    it: that counts here as more tokens after a backup."""
     neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
     p, E, E_neural, T_p, T_b = [neural[0][name] or 0.0 for name in (
         "hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
     E_fast = (random[0]["tokens_per_round"] - p * E) / max(1 - p, 1e-9)
-    b = critical_batch_size(p, E, E_neural, E_fast, T_p, T_b, 0.0)
-    if 1 < b < 64:
-        axes[0].axvline(b, color=GREY, linestyle=":")
-        axes[0].annotate(f"b* = {b:.1f}", (1.04 * b, 0.1), color=GREY)
-    axes[0].set_xscale("log", base=2)
-    axes[0].xaxis.set_major_formatter("{x:g}")
+    return critical_batch_size(p, E, E_neural, E_fast, T_p, T_b, 0.0)
 
 
 DEVICES = {"AR": 4, "SD": 4, "SSD, neural backup": 5, "SSD, random backup": 5}  # the paper's
@@ -240,8 +258,8 @@ def growth(found: list[dict], axes) -> None:
     axes[0].legend(passes, loc="lower left")
 
 
-SPECIAL = {"timeline": timeline, "fan-out": fan_out, "residual": one_position, "batch": batch,
-           "frontier": frontier, "growth": growth}
+SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual": one_position,
+           "batch": batch, "frontier": frontier, "growth": growth}
 
 
 def main() -> None:
