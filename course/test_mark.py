@@ -179,6 +179,21 @@ x = bytearray({mark.MEMORY})"""))[1]
         assert said in remark and "; expected " in remark
 
 
+def test_an_except_that_takes_the_alarm_costs_only_its_own_test(marks, monkeypatch, marker):
+    """Even if it would go on for ever."""
+    monkeypatch.setattr(marker, "timeout", 40)
+    points, remark = marks(RIGHT.replace(ANSWER, f"""
+    while lookahead > 1:
+        try:
+            while True:
+                pass
+        except:
+            pass
+{ANSWER}"""))
+    assert points == 10 and remark.startswith("lost: any K 1; first: ")
+    assert "it was not done in time" in remark
+
+
 def test_an_endless_answer_ends_soon_if_marking_was_killed(marker):
     """At once in a box; else it may use as many seconds of a processor as twice the limit."""
     program = f"""from pathlib import Path
