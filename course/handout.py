@@ -48,6 +48,17 @@ def sheet(text: str, numbers: list[str]) -> str:
     return text.replace("100 points", f"{points} points")
 
 
+def linked(text: str, folder: Path) -> str:
+    """A document in `folder`, with the new names of what is renamed. Links to files that are not
+    handed out become plain words."""
+    for old, new in CONTENTS["renamed"].items():
+        text = text.replace(old, new)
+
+    def kept(link: re.Match) -> str:
+        return link[0] if (folder / link["file"]).exists() else link["words"]
+    return re.sub(r"\[(?P<words>[^]]*)\]\((?!\w+:)(?P<file>[^)#]+)[^)]*\)", kept, text)
+
+
 def write_program(folder: Path, numbers: list[str]) -> None:
     """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
     with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
@@ -69,6 +80,8 @@ def write_program(folder: Path, numbers: list[str]) -> None:
             file.write_text(replaced(file.read_text("utf-8"), function, missing(number)), "utf-8")
     file = folder / "SHEET.md"
     file.write_text(sheet(file.read_text("utf-8"), numbers or [*EXERCISES]), "utf-8")
+    for document in folder.rglob("*.md"):
+        document.write_text(linked(document.read_text("utf-8"), document.parent), "utf-8")
 
 
 def expected() -> dict[str, list]:

@@ -881,8 +881,24 @@ def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
 def test_afterwards_all_is_handed_out(tmp_path):
     write_program(tmp_path, [])
     for file in ("sampling.py", "saguaro.py", "test_equivalence.py", "cli/test_cli.py",
-                 "README.md", "figures/shape.svg"):
+                 "docs/PORTING.md", "figures/shape.svg"):
         assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes()
+    readme = (tmp_path / "README.md").read_text("utf-8")
+    assert "](SHEET.md)" in readme and "](https://" in readme
+
+
+@pytest.mark.parametrize("numbers", ([], ["4", "8b"], list(EXERCISES)))
+def test_no_link_of_a_hand_out_is_dead(tmp_path, numbers):
+    write_program(tmp_path, numbers)
+    found = 0
+    for file in (*tmp_path.rglob("*.md"), *tmp_path.rglob("*.html")):
+        text = file.read_text("utf-8")
+        for link in re.findall(r'\]\(([^)]+)\)|(?:href|src)="([^"]+)"', text):
+            target = max(link).partition("#")[0]
+            if not re.match(r"\w+:", target):
+                assert (file.parent / target).exists(), f"{file.name} links to {target}"
+                found += 1
+    assert found > (60 if not numbers else 0)
 
 
 # ---- wrong arguments ----
