@@ -577,10 +577,12 @@ def as_text(argument) -> str:
 
 # ---- the tests ----
 
-FUNCTIONS = {function.__name__: function for function in (  # of numbers
-    sampling.acceptance_probability, sampling.residual, sampling.saguaro_distribution,
-    cache.acceptance_distribution, cache.best_fan_out, cache.geometric_fan_out,
-    cache.expected_tokens, cache.throughput, cache.critical_batch_size)}
+FUNCTIONS = {  # of numbers
+    "acceptance_probability": sampling.acceptance_probability, "residual": sampling.residual,
+    "saguaro_distribution": sampling.saguaro_distribution, "best_fan_out": cache.best_fan_out,
+    "acceptance_distribution": cache.acceptance_distribution, "throughput": cache.throughput,
+    "geometric_fan_out": cache.geometric_fan_out, "expected_tokens": cache.expected_tokens,
+    "critical_batch_size": cache.critical_batch_size}
 ASKS = {"verify": ask_verify, "sample": ask_sample, "likely_outcomes": ask_likely_outcomes,
         "matches": ask_matches, "look_up": ask_look_up, "tree_layout": ask_tree_layout,
         "tree_pass": ask_tree_pass, "tree": ask_tree, "speculate": ask_speculate,
