@@ -39,8 +39,9 @@ torch.set_num_threads(1)
 
 SHAPES = (), (3,), (1, 1), (2, 3), (1,), (2, 1, 3)  # leading dimensions
 EVEN = (torch.arange(400).double() + 0.5) / 400  # uniform numbers: of these shares are counted
-# Both sides of the borders between tokens, where all probabilities are multiples of 1/16.
-BORDERS = torch.arange(17).double() / 16
+# Numbers on both sides of the borders between tokens. These are multiples of 1/16, or of 1/20 if an
+# alias method draws one of 5 tokens, whose probabilities are multiples of 1/4.
+BORDERS = torch.arange(81).double() / 80
 BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
 
 
@@ -191,7 +192,7 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
         if rows == 1:
             exam.says("t* is integers [B], here of shape [1]; ",
                       [*bonus.shape, not is_real(bonus)], of="t*")
-        last = BORDERS if ties else EVEN[12::25]
+        last = BORDERS if ties else EVEN[9::20]  # one in each 1/20
         many = [part.repeat(len(last), *[1] * (part.dim() - 1)) for part in (*given, u)]
         many[3][:, -1] = last.repeat_interleave(rows)
         drawn = sampling.verify(*many)[1].view(-1, rows, 1) == ids

@@ -601,6 +601,36 @@ def test_right_answers_pass(monkeypatch, function, variant, before, after, _):
     assert not fault(number)
 
 
+ALIAS = """
+def table(r):  # the share of each column that is its own token's, and whose the rest is
+    share, other = [len(r) * x for x in r.tolist()], [*range(len(r))]
+    small = [token for token in other if share[token] < 1]
+    large = [token for token in other if share[token] >= 1]
+    while small and large:
+        token = small.pop()
+        other[token] = large[-1]
+        share[large[-1]] -= 1 - share[token]
+        if share[large[-1]] < 1:
+            small.append(large.pop())
+    return share, other
+
+tables = {}"""
+DRAWN = """
+    tables[r.numpy().tobytes()] = tables.get(r.numpy().tobytes()) or table(r)
+    share, other = tables[r.numpy().tobytes()]
+    column = int(uniforms[b, K] * len(r))
+    own = uniforms[b, K] * len(r) - column < share[column]
+    bonus.append(torch.tensor(column if own else other[column]))"""
+
+
+@pytest.mark.slow
+def test_an_alias_method_draws_the_bonus_token_as_well(monkeypatch):
+    body = DIFFERENT["sampling.verify"]
+    drawn = "\n    bonus.append(inverse_cdf(r, uniforms[b, K]))"
+    assert drawn in body
+    assert not fault_of(monkeypatch, "sampling.verify", ALIAS + body.replace(drawn, DRAWN), "2")
+
+
 @pytest.mark.parametrize("number", EXERCISES)
 def test_an_empty_submission_gets_no_points(monkeypatch, number):
     """And `mark`, which has only its values, says that it is not attempted."""
