@@ -167,7 +167,10 @@ class Marker:
     def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path,
                  all_or_nothing: bool = False):
         """`folder` is for the program, and for its modules without what a process is asked."""
+        from tqdm import tqdm
+
         from course import grading  # takes seconds
+        self.progress = partial(tqdm, leave=False, disable=None)  # on a terminal
         self.seed = seed
         self.timeout = timeout
         self.all_or_nothing = all_or_nothing
@@ -175,7 +178,7 @@ class Marker:
         self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
         self.parts = {number: {} for number in numbers}  # by functions: what is said in their tests
         write_program(folder / "program", [*EXERCISES])
-        for name, (number, *_) in grading.TESTS.items():
+        for name, (number, *_) in self.progress(grading.TESTS.items(), "the solution"):
             if number in numbers:
                 part = self.parts[number].setdefault(asked(name, number), {})
                 part[name] = grading.exam_of(name, seed, solved=True)
@@ -245,6 +248,8 @@ def main() -> None:
     parser = Parser(description="Mark submissions.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--csv", help="write points and remarks to this file")
+    parser.add_argument("--results", help="write those of one submission here, for Gradescope")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for each process")
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
@@ -254,10 +259,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.csv and os.path.isfile(args.csv):
         parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
+    if args.results and len(args.folders) > 1:
+        parser.error("--results is for one submission: name one FOLDER")
     numbers = list(dict.fromkeys(args.only))
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
-    with (open_for_writing("--csv", args.csv) as file, ThreadPoolExecutor(os.cpu_count()) as pool,
-          tempfile.TemporaryDirectory() as programs):
+    with (open_for_writing("--csv", args.csv) as file,
+          open_for_writing("--results", args.results) as results,
+          ThreadPoolExecutor(max(1, args.jobs)) as pool, tempfile.TemporaryDirectory() as programs):
         file.reconfigure(newline="", errors="backslashreplace")
         marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
         print(f"--seed {args.seed}")
@@ -265,10 +273,15 @@ def main() -> None:
         table = csv.writer(file)
         table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
-            points, remarks = zip(*pool.map(partial(marker.grade, submission), numbers))
+            name = cell(submission)
+            marks = pool.map(partial(marker.grade, submission), numbers)
+            points, remarks = zip(*marker.progress(marks, name, total=len(numbers)))
+            tests = [{"name": f"{number}. {EXERCISES[number]['title']}", "score": score,
+                      "max_score": EXERCISES[number]["points"], "output": cell(remark)[:700]}
+                     for number, score, remark in zip(numbers, points, remarks)]
+            json.dump({"tests": tests}, results)
             said = [cell(f"{number}: {remark}")[:700]
                     for number, remark in zip(numbers, remarks) if remark]
-            name = cell(submission)
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
                 name = f"./{name}"
             table.writerow([name, *points, sum(points), args.seed, "; ".join(said)])

@@ -946,6 +946,7 @@ def test_no_link_of_a_hand_out_is_dead(tmp_path, numbers):
     (mark, "full --seed one", "--seed: invalid int value: 'one'"),
     (mark, "full --only 4 10", "--only: invalid choice: '10'"),
     (mark, "full --csv full", "--csv 'full': Is a directory"),
+    (mark, "full file --results new", "--results is for one submission: name one FOLDER"),
     (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
 ])
 def test_a_wrong_argument_gets_one_sentence(

@@ -1,6 +1,8 @@
 """Marking: right answers in unusual files get all points; cheats get none."""
 import csv
 import functools
+import io
+import json
 import os
 import re
 import site
@@ -234,6 +236,24 @@ def test_the_table(tmp_path, monkeypatch, capsys):
     assert "no cache.py; there is notes/cache (1).py" in rows[5][4]
     assert rows[4][0] == r"eve\n10\t10\tbob" and rows[3][0] == "./=1+2"
     assert not re.search(r"[\x00-\x1f]", "".join(sum(rows, [])))
-    shown = capsys.readouterr().out
+    shown, errors = capsys.readouterr()
+    assert "%|" not in errors  # no bar where there is no terminal
     assert shown.startswith("--seed 7\n6\ttotal\tsubmission\n11\t11\t")
     assert r"eve\n10\t10\tbob" in shown and "\x1b" not in shown
+
+
+def test_results_for_gradescope_and_signs_of_life_on_a_terminal(tmp_path, monkeypatch):
+    """The fields are those of https://gradescope-autograders.readthedocs.io/en/latest/specs/."""
+    wrong = RIGHT.replace(ANSWER, f"    return 7.0\n{ANSWER}")
+    (tmp_path / "cache.py").write_text(wrong, "utf-8")
+    words = [str(tmp_path), "--only", "6", "--jobs", "1", "--results", str(tmp_path / "results")]
+    monkeypatch.setattr(sys, "argv", ["mark.py", *words])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    mark.main()
+    result, = json.loads((tmp_path / "results").read_text("utf-8")).pop("tests")
+    output = result.pop("output")
+    assert result == {"name": "6. what it is worth", "score": 10, "max_score": 11}
+    assert output.startswith("lost: any K 1; first: ") and "yours 7.0; expected" in output
+    shown = sys.stderr.getvalue()
+    assert "the solution:   0%|" in shown and f"{tmp_path}:   0%|" in shown
