@@ -7,7 +7,9 @@ import os
 import re
 import site
 import socket
+import subprocess
 import sys
+import textwrap
 import time
 
 import psutil
@@ -16,6 +18,7 @@ import pytest
 from course import mark
 from course.handout import EXERCISES, ROOT, missing, replaced
 
+LECTURER = (ROOT / "course/LECTURER.md").read_text("utf-8")
 RIGHT = (ROOT / "cache.py").read_text("utf-8")
 ANSWER = "    return sum(acceptance_rate"  # the first of exercise 6
 pytestmark = pytest.mark.slow
@@ -257,3 +260,12 @@ def test_results_for_gradescope_and_signs_of_life_on_a_terminal(tmp_path, monkey
     assert output.startswith("lost: any K 1; first: ") and "yours 7.0; expected" in output
     shown = sys.stderr.getvalue()
     assert "the solution:   0%|" in shown and f"{tmp_path}:   0%|" in shown
+
+
+def test_the_lecturers_lines_write_the_remarks_beside_the_answers(tmp_path):
+    code = re.search(r'( {4})python -c "(import csv\n.*?)"\n', LECTURER, re.DOTALL).expand(r"\1\2")
+    (tmp_path / "ann").mkdir()
+    table = 'submission,5,6,total,seed,remarks\nann,1,8,9,2,"6: a, b"\n'
+    (tmp_path / "marks.csv").write_text(table, "utf-8")
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
+    assert (tmp_path / "ann/remarks.txt").read_text("utf-8") == "9 6: a, b"
