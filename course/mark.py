@@ -1,4 +1,4 @@
-"""Marks submissions: the points of every exercise, on the screen and as CSV.
+"""Marks submissions: the points of every exercise, on the screen, as CSV and for Gradescope.
 
     python -m course.mark FOLDER... --csv marks.csv
 
