@@ -191,7 +191,7 @@ def test_an_except_that_takes_the_alarm_costs_only_its_own_test(marks, monkeypat
     while lookahead > 1:
         try:
             while True:
-                pass
+                lookahead += 0
         except:
             pass
 {ANSWER}"""))
