@@ -56,11 +56,12 @@ from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from ideas import SPECULATORS, VERIFICATIONS
-from run import placement, screen
+from run import Saguaro, placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
 from run.screen import Display, print_summary
 from run.stats import Span, Stats, TimedRound
+from run.text import text_pieces
 from testing.shared import (
     RAGGED,
     greedy_reference,
@@ -432,21 +433,71 @@ def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
     first, _, own = re.findall("```python\n(.*?)```", readme, re.S)
     here = {}
     exec(first, here)
-    assert capsys.readouterr().out.startswith("def open_url(url):")
+    *text, hit_rate = capsys.readouterr().out.splitlines()
+    assert "".join(text) and 0 < float(hit_rate) < 1
     exec(own, here)
-    assert len(here["decoder"](here["job"].prompts)[0]) > 0
+    assert capsys.readouterr().out and here["saguaro"].stats.summary()["hit_rate"] < float(hit_rate)
+
+
+def continue_texts(texts: list[str]) -> list:
+    """A rank's job: what follows the texts of rank 0, its pieces together, the counts of this call
+    (of which the one before has none), and what follows the first text alone."""
+    saguaro = Saguaro(max_new_tokens=20, batch_size=2, fan_out="confident", dtype="float64")
+    heard = [""] * len(texts)
+
+    def on_text(number: int, piece: str) -> None:
+        heard[number] += piece
+
+    saguaro("of another call")
+    found = saguaro(texts if saguaro.job.placement.rank == 0 else [], on_text)
+    counts = {name: value for name, value in saguaro.stats.summary().items() if name in (
+        "tokens", "rounds", "hit_rate", "acceptance_rate", "fan_out", "fan_out_after_backup")}
+    rows = sum(len(timed.rows) for timed in saguaro.stats.log)
+    assert torch.tensor(saguaro.stats.guess_counts).sum() == rows - 2 * len(texts)
+    return [found, heard, counts, saguaro(texts[0])]
+
+
+def test_a_text_gives_a_text_and_texts_a_list_the_same_on_all_ranks():
+    texts = ["def f(x):", "import os\n", "'🦉"]
+    [found, heard, counts, alone] = here = continue_texts(texts)
+    job = Job(Settings(mode="ar", prompt=texts, max_new_tokens=20, dtype="float64"))
+    tokens = Decoder(job.settings, job.load())(job.prompts)
+    assert found == ["".join(text_pieces(job.tokenizer, *row)) for row in zip(job.prompts, tokens)]
+    assert (heard, alone, counts["tokens"]) == (found, found[0], 60)
+    assert in_ranks(2, continue_texts, texts) == [here, here]
+
+
+def test_what_cannot_be_continued_gets_one_sentence():
+    saguaro = Saguaro(mode="ar", max_new_tokens=4)
+    for wrong, sentence in (
+            ("", "prompt 1 of 1 has 0 tokens"), ([], "there is no prompt"),
+            ([5], "the tokenizer cannot read the prompts"),
+            (["x", "x " * 600], "prompt 2 of 2 has 601 tokens; it must have at least 1, and")):
+        with pytest.raises(UserError, match=sentence):
+            saguaro(wrong)
+    with pytest.raises(UserError, match="one at a time"):
+        saguaro("x", lambda *_: saguaro("y"))
+    with pytest.raises(UserError, match="options .* by name: .* argument 'temprature'"):
+        Saguaro(temprature=1)
+
+
+def test_each_text_is_a_user_turn_if_the_settings_say_so():
+    saguaro = Saguaro(mode="ar", max_new_tokens=8)
+    plain = saguaro("<user>Why?")
+    saguaro.job.tokenizer.chat_template = "<user>{{ messages[0].content }}"
+    saguaro.job.settings.apply_chat_template = True
+    assert saguaro("Why?") == plain != saguaro("<user>Why?")
 
 
 def test_portings_lines_leave_nothing_behind_a_stop_string():
     """Though the round in which it was written went on."""
     lines, = re.findall("```python\n(.*?)```", (ROOT / "docs/PORTING.md").read_text("utf-8"), re.S)
-    job = Job(Settings(prompt="def open_url(url):", max_new_tokens=80, lookahead=7, device="cpu"))
-    here = {"job": job, "decoder": Decoder(job.settings, job.load())}
+    here = {}
     exec(lines, here)
-    text, = here["texts"]
-    assert text.endswith("return None") and here["stop"] not in text
-    assert here["text_of"](0).startswith(text + here["stop"] + "    def")
-    assert here["decoder"].finish_reasons == ["stop"]
+    text, other = here["texts"]
+    assert text.endswith("return None") and here["stop"] not in text + other
+    assert here["heard"][0].startswith(text + here["stop"] + "    def")
+    assert here["saguaro"].decoder.finish_reasons[0] == "stop"
 
 
 def test_a_text_that_has_ended_is_not_ended_again():
@@ -579,7 +630,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         with clock("verify"):
             now[0] += seconds
             clock.passes += passes
-        stats.add([(clock.read(), [])])
+        stats.add([(clock.read(), [], [])])
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"
@@ -728,7 +779,7 @@ def test_readme_and_porting_name_what_exists():
     known = {f"--{field.name.replace('_', '-')}"
              for kind in (Settings, BenchSettings, ExplainSettings, PageSettings)
              for field in fields(kind)}
-    foreign = {"--help", "--index-url", "--local-addr", "--nproc-per-node"}
+    foreign = {"--help", "--index-url", "--local-addr", "--local-ranks-filter", "--nproc-per-node"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= known | foreign
 
 

@@ -30,6 +30,10 @@ class GuessCounts:
             index = (last_source[active], k[active], number[active])
             self.table.index_put_(index, torch.tensor(1), accumulate=True)
 
+    def clear(self) -> None:
+        self.table.zero_()
+        self.fan_outs.zero_()
+
     def tables(self) -> list[list]:
         """Return `table` and `fan_outs`."""
         return [self.table.tolist(), self.fan_outs.tolist()]

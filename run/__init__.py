@@ -1,6 +1,11 @@
-"""What puts models, ranks and settings together. From Python: `from run import Decoder, ...`."""
+"""What puts models, ranks and settings together. From Python: `from run import Saguaro`, or parts.
+
+All ranks run the same lines, and decode rank 0's prompts. Ranks that only assist rank 0 were tried:
+that took 77 lines more, and one of some thirty endings failed for a cause that was not found.
+"""
 from cli.settings import Settings
 from run.decoder import Decoder, main
+from run.generate import Saguaro
 from run.job import Job
 
-__all__ = ["Decoder", "Job", "Settings", "main"]
+__all__ = ["Decoder", "Job", "Saguaro", "Settings", "main"]

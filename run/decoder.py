@@ -73,11 +73,11 @@ class Decoder:
 
     def __call__(self, prompts: list[list[int]],
                  on_tokens: Callable = lambda *_: None) -> list[list[int]]:
-        """Return, on rank 0, the new token ids of every prompt of a batch; `finish_reasons` then
-        says why each text ended. All ranks decode rank 0's prompts, whatever they are given. Rank 0
-        calls `on_tokens` after every round with a row, its new tokens and their source. It may
-        `stop` a row; what it raises is raised here, once the batch has ended on all ranks. Raises
-        `UserError` for prompts that cannot go on, and while these models decode another batch."""
+        """Return the new token ids of every prompt of a batch; `finish_reasons` then says why each
+        text ended. All ranks decode rank 0's prompts, whatever they are given, and return the same.
+        Rank 0 calls `on_tokens` after every round with a row, its new tokens and their source. It
+        may `stop` a row; what it raises is raised here, once the batch has ended on all ranks.
+        Raises `UserError` for prompts that cannot go on, or while another batch is decoded."""
         with ExitStack() as until_done:
             for worker in self.workers:
                 until_done.enter_context(worker.model.one_batch())
@@ -96,19 +96,22 @@ class Decoder:
                               self.models.max_length)
         self.sequences = sequences
         failure = None
+        rounds = []
         if self.channel is None or self.placement.rank == 0:
-            failure = self.lead(sequences, on_tokens)
+            failure = self.lead(sequences, on_tokens, rounds)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in self.workers for span in worker.clock.read()]
-        told = (spans, self.draft.guess_counts.tables() if self.draft else [])
-        self.stats.add(gather(told) if self.channel else [told])
-        self.finish_reasons = sequences.finish_reasons
+        tables = self.draft.guess_counts.tables() if self.draft else []
+        told = ((spans, tables, rounds), sequences.new_tokens, sequences.finish_reasons)
+        work, new_tokens, finish_reasons = zip(*(gather(told) if self.channel else [told]))
+        self.stats.add(work)
+        self.finish_reasons = finish_reasons[0]  # of the rank that knows them
         if failure:
             raise failure
-        return sequences.new_tokens
+        return new_tokens[0]
 
     def begin_batch(self) -> None:
         """Begin with random numbers that follow from the seed and the number of batches before this
@@ -123,14 +126,15 @@ class Decoder:
         """End the text of this row after the round that `on_tokens` hears of."""
         self.sequences.stop(row)
 
-    def lead(self, sequences: Sequences, on_tokens: Callable) -> BaseException | None:
+    def lead(self, sequences: Sequences, on_tokens: Callable,
+             rounds: list[TimedRound]) -> BaseException | None:
         """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
         failure = None
         start = time.perf_counter()
-        rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, _ in enumerate(rounds):
+        decoding = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
+        for number, _ in enumerate(decoding):
             end = time.perf_counter()
-            self.stats.log.append(TimedRound(number, start, end, sequences.last_round))
+            rounds.append(TimedRound(number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:

@@ -39,10 +39,13 @@ class Stats:
     guess_counts: list = field(default_factory=list)  # `GuessCounts.table` and `.fan_outs`
     fan_outs: list = field(default_factory=list)
 
-    def add(self, ranks: list[tuple[list, list]]) -> None:
-        """Add, of every rank, the spans of a batch, and `GuessCounts.tables` of all so far."""
-        for rank, (spans, tables) in enumerate(ranks):
+    def add(self, ranks: list[tuple[list, list, list]]) -> None:
+        """Add, of every rank, the spans of a batch, `GuessCounts.tables` of all so far, and rank
+        0's rounds. From another rank tuples come as lists."""
+        for rank, (spans, tables, rounds) in enumerate(ranks):
             self.spans += [Span(rank, *span) for span in spans]
+            for *times, rows in rounds:
+                self.log.append(TimedRound(*times, [RowRound(*row) for row in rows]))
             if tables:
                 self.guess_counts, self.fan_outs = tables
 
