@@ -538,7 +538,9 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(Settings, ["--help"])
     output = capsys.readouterr().out
-    assert not stopped.value.code and output.count("(default:") == len(fields(Settings))
+    assert not stopped.value.code and "docs/WORDS.md" in output
+    defaults = set(re.findall(r"\(default: (\S+)\)", " ".join(output.split())))
+    assert "tiny/target" in defaults and defaults.isdisjoint(("None", "()", "False"))
     assert all(f"\n{field.metadata['group']}:\n" in output for field in fields(Settings))
     names = {"geometric", "uniform", "confident", "neural", "lookup", "random"}
     assert names <= {*cache.FAN_OUT_POLICIES, *draft_worker.BACKUPS, *SPECULATORS}
@@ -649,7 +651,26 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
         screen.print_times(Settings(batch_size=2), summary | {"T_p": T_p})
         shown = capsys.readouterr().out
         assert told in shown
-    assert "1.90   x autoregressive with these values, 0.79 x SD" in shown
+    assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by the paper's Th" in shown
+
+
+def test_readme_shows_the_summary_that_is_printed_and_words_has_its_words(capsys):
+    numbers = dict.fromkeys([name for name, *_ in screen.REPORT] + ["T_p", "T_b"], 0.5)
+    shape = [2, 2, 2, 2, 4]
+    alike = {"fan_out": shape, "fan_out_after_backup": shape, "backup": "neural"}
+    summary = Stats().summary() | numbers | alike | {"tokens": 128}
+    job = SimpleNamespace(settings=Settings(), placement=SimpleNamespace(devices=["cpu"]))
+    print_summary(job, summary)
+    shown = capsys.readouterr().out
+    readme = (ROOT / "README.md").read_text("utf-8")
+    block = re.search(r"128 tokens with.*?(?=```)", readme, re.S)[0]
+    assert re.sub(r" *\d+\.\d+", "", block) == re.sub(r" *\d+\.\d+", "", shown)
+    table = (ROOT / "docs/WORDS.md").read_text("utf-8").lower()
+    for word in ("prefill", "bonus token", "acceptance rate", "hit", "outcome", "verification",
+                 "utilisation", "pre-speculat", "T_p", "backup", "T_b", "AR", "SD", "fan-out"):
+        assert word in shown and word.lower() in table, word
+    print_summary(job, summary | {"fan_out_after_backup": [3] * 5})
+    assert "4] after a hit, [3, 3, 3, 3, 3] after a neural backup\n" in capsys.readouterr().out
 
 
 def test_the_trace_numbers_the_prompts_of_all_batches():
@@ -676,6 +697,16 @@ def test_a_text_is_streamed_whole_characters_and_control_characters_are_shown(
     several.show(0, tokens, PRIMARY)
     several.end_batch([tokens], ["length"])
     assert f"{shown_prompt}\n----- continued -----\n{shown}" in capsys.readouterr().out
+
+
+def test_on_a_terminal_words_have_colours_and_blanks_have_no_line(monkeypatch, capsys):
+    monkeypatch.setattr(screen, "can_show_colours", lambda: True)
+    display = Display(Job(Settings(mode="ar", prompt="x")))
+    display.begin()
+    for token in display.job.tokenizer("a b\n    return c")["input_ids"]:
+        display.show(0, [token], PRIMARY)
+    underlined = re.findall(r"\x1b\[94m\x1b\[4m([^\x1b]*)\x1b\[0m", capsys.readouterr().out)
+    assert underlined == ["a", "b", "return", "c"]
 
 
 def decode_by_ideas(folder: Path) -> dict:

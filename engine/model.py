@@ -40,7 +40,9 @@ from engine.timing import PacedClock
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
-logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
+# of transformers' bars those of loading, on a terminal, after two seconds, until it has ended
+logging.set_tqdm_hook(lambda bar, given, options: bar(
+    *given, **options | {"delay": 2, "leave": False, "disable": None}))
 
 
 class KVCache:

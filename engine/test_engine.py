@@ -7,20 +7,24 @@ GPUs. Where there are GPUs, the tests that have `on_gpus` run on these, too.
 import copy
 import gc
 import importlib
+import itertools
 import json
 import os
 import re
+import sys
 import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import tqdm
 import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -272,9 +276,20 @@ def test_models_are_loaded_one_at_a_time(monkeypatch):
     assert load("a model", None, torch.float32, "cpu") is True
 
 
-def test_downloads_show_their_progress_and_loading_shows_nothing(capsys):
+@pytest.mark.parametrize("terminal, seconds, shown", (
+    (True, 0.001, False), (True, 1, True), (False, 1, False)))
+def test_slow_loading_shows_a_bar_on_a_terminal_while_it_lasts(
+        terminal, seconds, shown, monkeypatch):
+    """Of so many `seconds` a step. Downloads have bars of their own."""
+    stderr = StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(tqdm.std, "time", partial(next, itertools.count(step=seconds)))
     load(str(TINY / "draft"), None, torch.float32, "cpu")
-    assert not capsys.readouterr().err and not are_progress_bars_disabled()
+    written = stderr.getvalue()
+    assert ("Loading weights: 100%" in written) == shown and "\n" not in written
+    assert not written.strip("\r").rpartition("\r")[2].strip(), "the line vanishes"
+    assert not are_progress_bars_disabled()
 
 
 # ---- rounds on GPUs ----

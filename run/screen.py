@@ -1,6 +1,7 @@
 """The screen: streamed text, the summary; and the file of --output."""
 import json
 import os
+import re
 import sys
 from collections import defaultdict
 from dataclasses import asdict
@@ -67,9 +68,10 @@ class Display:
             print("\n----- continued -----")
 
     def write(self, text: str, style: str) -> None:
-        if text:
-            text = printable(text)
-            print(f"{style}{text}{self.PLAIN}" if self.colours else text, end="", flush=True)
+        text = printable(text)
+        if self.colours:  # of whitespace nothing but underlines would be seen
+            text = re.sub(r"\S+", f"{style}\\g<0>{self.PLAIN}", text)
+        print(text, end="", flush=True)
 
     def show(self, row: int, new_tokens: list[int], source: int) -> None:
         """Show new tokens, just verified. The last is the bonus token, or the text's end."""
@@ -143,8 +145,9 @@ def print_summary(job, summary: dict[str, Any]) -> None:
                    f"of a verification, each round, {summary.get('backup')}")
     if settings.mode == "ssd":
         print_times(settings, summary)
-        print_line("fan-out", "", "", f"{summary['fan_out']} after a hit, "
-                   f"{summary['fan_out_after_backup']} after a {summary['backup']} backup")
+        shape, other = summary["fan_out"], summary["fan_out_after_backup"]
+        more = f" after a hit, {other} after a {summary['backup']} backup"
+        print_line("fan-out, F_0 to F_K", "", "", f"{shape}{more * (shape != other)}")
     if {*job.placement.devices} != {"cpu"}:
         print_line("devices", "", "", ", ".join(job.placement.devices))
     kept = summary["pace_kept"]
@@ -161,7 +164,7 @@ def print_line(title: str, number: float | str | None, form: str, meaning: str) 
 
 
 def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
-    """Print T_p, T_b and the speedup Theorem 7 predicts from them."""
+    """Print T_p, T_b and the speed that Theorem 7 predicts from them."""
     T_p = summary["T_p"]
     T_b = summary["T_b"]
     if summary["seconds"] is None:
@@ -174,5 +177,5 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
     if T_b is not None and summary["backup"] == "neural":
         sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
         over_ar = theorem_7(summary, settings.batch_size)
-        print_line("Theorem 7", over_ar, ".2f", "x autoregressive with these values, "
-                   f"{over_ar / sd:.2f} x SD with this K")
+        print_line("predicted speed", over_ar, ".2f",
+                   f"x AR, {over_ar / sd:.2f} x SD with this K, by the paper's Theorem 7")
