@@ -27,10 +27,8 @@ FALLBACK = "section 4.3, fallback"
 def option(group: str, default, help: str, min: float = -math.inf, max: float = math.inf, **form):
     """Declare a field of settings, its command line option and, of a number, its range. `form`
     holds further arguments for argparse."""
-    values = default if isinstance(default, tuple) else (default,)
-    shown = " ".join(str(value).removeprefix(f"{ROOT}/") for value in values)
-    says_nothing = shown in ("", "None", "False")
-    form["help"] = help if says_nothing else f"{help} (default: {shown})"
+    shown = str(default).strip("()").replace(",", "").removeprefix(f"{ROOT}/")
+    form["help"] = help if shown in ("", "None", "False") else f"{help} (default: {shown})"
     return field(default=default, metadata=dict(group=group, range=(min, max), form=form))
 
 
@@ -171,8 +169,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(kind: type[DecodingSettings], arguments: list[str] | None = None) -> DecodingSettings:
     """Parse and check the command line as settings of `kind`."""
-    parser = Parser(description=kind.__doc__, allow_abbrev=False,
-                    epilog="docs/WORDS.md explains the words.")
+    parser = Parser(description=f"{kind.__doc__} Words: docs/WORDS.md.", allow_abbrev=False)
     titles = dict.fromkeys(entry.metadata["group"] for entry in fields(kind))
     groups = {title: parser.add_argument_group(title) for title in titles}
     for entry in fields(kind):

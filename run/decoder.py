@@ -92,20 +92,19 @@ class Decoder:
         context = self.models.context
         check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
         self.begin_batch()
-        sequences = Sequences(prompts, self.settings.max_new_tokens, context, self.eos,
-                              self.models.max_length)
-        self.sequences = sequences
+        sequences = self.sequences = Sequences(
+            prompts, self.settings.max_new_tokens, context, self.eos, self.models.max_length)
+        self.rounds: list[TimedRound] = []  # of rank 0
         failure = None
-        rounds = []
         if self.channel is None or self.placement.rank == 0:
-            failure = self.lead(sequences, on_tokens, rounds)
+            failure = self.lead(sequences, on_tokens)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
         spans = [span for worker in self.workers for span in worker.clock.read()]
         tables = self.draft.guess_counts.tables() if self.draft else []
-        told = ((spans, tables, rounds), sequences.new_tokens, sequences.finish_reasons)
+        told = ((spans, tables, self.rounds), sequences.new_tokens, sequences.finish_reasons)
         work, new_tokens, finish_reasons = zip(*(gather(told) if self.channel else [told]))
         self.stats.add(work)
         self.finish_reasons = finish_reasons[0]  # of the rank that knows them
@@ -126,15 +125,14 @@ class Decoder:
         """End the text of this row after the round that `on_tokens` hears of."""
         self.sequences.stop(row)
 
-    def lead(self, sequences: Sequences, on_tokens: Callable,
-             rounds: list[TimedRound]) -> BaseException | None:
+    def lead(self, sequences: Sequences, on_tokens: Callable) -> BaseException | None:
         """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
         failure = None
         start = time.perf_counter()
-        decoding = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, _ in enumerate(decoding):
+        rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
+        for number, _ in enumerate(rounds):
             end = time.perf_counter()
-            rounds.append(TimedRound(number, start, end, sequences.last_round))
+            self.rounds.append(TimedRound(number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:

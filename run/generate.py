@@ -1,4 +1,5 @@
-"""The shortest way in from Python: texts in, texts out."""
+"""The shortest way in from Python: `Saguaro(temperature=0.7)("def f(x):")` continues a text."""
+from dataclasses import replace
 from typing import Callable
 
 from cli.settings import Settings
@@ -6,21 +7,18 @@ from engine.errors import reported_as
 from run.decoder import Decoder, batches_of
 from run.job import Job, check_prompts, encode
 from run.placement import gather
-from run.stats import Stats
 from run.text import TextStream, text_pieces
 
 
 class Saguaro:
-    """Continues texts: `Saguaro(temperature=0.7)("def f(x):")`. `stats` are those of the last call.
-    Of its parts `job` has the settings and the tokenizer, and `decoder` takes token ids."""
+    """Continues texts by its `decoder`, which takes token ids. `stats` are of the last call."""
 
     def __init__(self, **options):
-        """Load both models. `options` are the fields of `Settings`. Its prompts only say how long
-        buffers must be; a longer text makes new ones. Its files are not written."""
+        """Load both models. `options` are the fields of `Settings`; of its prompts only the length
+        matters, for buffers (longer texts make new ones), and its files are not written."""
         with reported_as("Saguaro takes the options of saguaro.py by name", TypeError):
-            settings = Settings(**options)
-        self.job = Job(settings)
-        self.decoder = Decoder(settings, self.job.load())
+            self.job = Job(Settings(**options))
+        self.decoder = Decoder(self.job.settings, self.job.load())
         self.stats = self.decoder.stats
 
     def __call__(self, texts: str | list[str],
@@ -30,27 +28,24 @@ class Saguaro:
         may be empty: on rank 0 once it is verified, on others once the batch has ended."""
         if isinstance(texts, str):
             return self([texts], on_text)[0]
-        settings = self.job.settings
-        tokenizer = self.job.tokenizer
-        prompts = encode(tokenizer, texts, settings.apply_chat_template) if texts else []
+        job = self.job
+        prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template) if texts else []
         if self.decoder.channel:
             prompts, *_ = gather(prompts)
-        check_prompts(prompts, self.job.context, self.job.vocab_size)
-        before = self.decoder.stats
-        self.stats = self.decoder.stats = Stats(before.choices, before.in_turns)
+        check_prompts(prompts, job.context, job.vocab_size)
+        self.stats = self.decoder.stats = replace(self.decoder.stats, log=[], spans=[])
         if self.decoder.draft:
             self.decoder.draft.guess_counts.clear()
-        streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+        streams = [TextStream(job.tokenizer, prompt) for prompt in prompts]
         written = []
 
         def on_tokens(row: int, new_tokens: list[int], _) -> None:
             number = len(written) + row
             on_text(number, "".join(map(streams[number].step, new_tokens)))
 
-        for batch in batches_of(prompts, settings.batch_size):
-            for prompt, tokens in zip(batch, self.decoder(batch, on_tokens)):
-                text = "".join(text_pieces(tokenizer, prompt, tokens))
-                number = len(written)
+        for batch in batches_of(prompts, job.settings.batch_size):
+            for number, tokens in enumerate(self.decoder(batch, on_tokens), len(written)):
+                text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
                 on_text(number, text.removeprefix(streams[number].text))
                 written.append(text)
         return written

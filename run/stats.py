@@ -40,8 +40,7 @@ class Stats:
     fan_outs: list = field(default_factory=list)
 
     def add(self, ranks: list[tuple[list, list, list]]) -> None:
-        """Add, of every rank, the spans of a batch, `GuessCounts.tables` of all so far, and rank
-        0's rounds. From another rank tuples come as lists."""
+        """Add what ranks tell of a batch: spans, `GuessCounts.tables` of all so far, rounds."""
         for rank, (spans, tables, rounds) in enumerate(ranks):
             self.spans += [Span(rank, *span) for span in spans]
             for *times, rows in rounds:
