@@ -670,7 +670,7 @@ def test_readme_shows_the_summary_that_is_printed_and_words_has_its_words(capsys
                  "utilisation", "pre-speculat", "T_p", "backup", "T_b", "AR", "SD", "fan-out"):
         assert word in shown and word.lower() in table, word
     print_summary(job, summary | {"fan_out_after_backup": [3] * 5})
-    assert "[2, 2, 2, 2, 4]; after a backup [3, 3, 3, 3, 3]\n" in capsys.readouterr().out
+    assert "[2, 2, 2, 2, 4]; after neural backup [3, 3, 3, 3, 3]\n" in capsys.readouterr().out
 
 
 def test_the_trace_numbers_the_prompts_of_all_batches():
