@@ -475,8 +475,13 @@ def test_what_cannot_be_continued_gets_one_sentence():
             (["x", "x " * 600], "prompt 2 of 2 has 601 tokens; it must have at least 1, and")):
         with pytest.raises(UserError, match=sentence):
             saguaro(wrong)
-    with pytest.raises(UserError, match="one at a time"):
-        saguaro("x", lambda *_: saguaro("y"))
+
+    def ask_meanwhile(*_) -> None:
+        with pytest.raises(UserError, match="one at a time"):
+            saguaro("z")
+
+    saguaro(["x", "y"], ask_meanwhile)
+    assert saguaro.stats.summary()["tokens"] == 8, "those of both texts"
     with pytest.raises(UserError, match="options .* by name: .* argument 'temprature'"):
         Saguaro(temprature=1)
 

@@ -106,9 +106,8 @@ class CausalLM:
         self.clock = PacedClock(self.device)
 
     @contextmanager
-    def one_batch(self) -> Iterator[None]:
-        """Decode a batch in this block. Raises `UserError` if another thread, or a callback of this
-        one, is decoding: both would write into the same slots."""
+    def for_one(self) -> Iterator[None]:
+        """Keep the KV slots from others in this block. Raises `UserError` if others have them."""
         if not self.at_work.acquire(blocking=False):
             raise UserError("these models are decoding another batch: one at a time")
         try:

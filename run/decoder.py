@@ -1,8 +1,8 @@
 """Decodes prompts: models, workers and settings, put together around saguaro.py's two columns."""
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 
@@ -25,7 +25,7 @@ STRIDE = 663608941  # of seeds: 2^30 / the golden ratio, odd
 class Decoder:
     """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
     and call it as often. After an error in the middle of a batch, end all: they are out of step.
-    Decoders that share models share their KV: one at a time. `stats` sums over all calls."""
+    Decoders that share models share their KV: one at a time. `stats` sums over calls."""
 
     def __init__(self, settings: Settings, models: Models):
         self.settings = settings
@@ -78,10 +78,16 @@ class Decoder:
         Rank 0 calls `on_tokens` after every round with a row, its new tokens and their source. It
         may `stop` a row; what it raises is raised here, once the batch has ended on all ranks.
         Raises `UserError` for prompts that cannot go on, or while another batch is decoded."""
+        with self.alone():
+            return self.decode_batch(prompts, on_tokens)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep the models from other decoders, threads and callbacks in this block."""
         with ExitStack() as until_done:
             for worker in self.workers:
-                until_done.enter_context(worker.model.one_batch())
-            return self.decode_batch(prompts, on_tokens)
+                until_done.enter_context(worker.model.for_one())
+            yield
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         self.models.set_pace(self.settings.pace)

@@ -28,14 +28,15 @@ class Saguaro:
         may be empty: on rank 0 once it is verified, on others once the batch has ended."""
         if isinstance(texts, str):
             return self([texts], on_text)[0]
+        with self.decoder.alone():
+            return self.write(texts, on_text)
+
+    def write(self, texts: list[str], on_text: Callable) -> list[str]:
         job = self.job
         prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template) if texts else []
         if self.decoder.channel:
             prompts, *_ = gather(prompts)
         check_prompts(prompts, job.context, job.vocab_size)
-        self.stats = self.decoder.stats = replace(self.decoder.stats, log=[], spans=[])
-        if self.decoder.draft:
-            self.decoder.draft.guess_counts.clear()
         streams = [TextStream(job.tokenizer, prompt) for prompt in prompts]
         written = []
 
@@ -43,8 +44,12 @@ class Saguaro:
             number = len(written) + row
             on_text(number, "".join(map(streams[number].step, new_tokens)))
 
+        self.stats = self.decoder.stats = replace(self.decoder.stats, log=[], spans=[])
+        if self.decoder.draft:
+            self.decoder.draft.guess_counts.clear()
         for batch in batches_of(prompts, job.settings.batch_size):
-            for number, tokens in enumerate(self.decoder(batch, on_tokens), len(written)):
+            found = self.decoder.decode_batch(batch, on_tokens)
+            for number, tokens in enumerate(found, start=len(written)):
                 text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
                 on_text(number, text.removeprefix(streams[number].text))
                 written.append(text)
