@@ -26,6 +26,7 @@ STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in whic
 WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank, by rank 0
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 draft: subprocess.Popen | None = None  # the rank 1 that this process has started
+MEETING = threading.RLock()  # held while the store is opened, and from when its folder is removed
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
@@ -95,9 +96,10 @@ def leave(status: int) -> None:
     would be closed, and the other ranks would blame this one in their own words."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    # where the ranks meet; rank 1 tidies up, if it lives: without the folder PyTorch's store would
-    # look for it for five minutes, in which no thread of rank 1 can run
+    # Where the ranks meet. Rank 1 tidies up, if it lives. A store that is opened without its folder
+    # looks for it for five minutes, in which no other thread can run.
     if draft is None or draft.poll() is not None:
+        MEETING.acquire()
         with suppress(OSError, KeyError):
             store = Path(os.environ[STORE])
             store.unlink(missing_ok=True)

@@ -1148,6 +1148,39 @@ def test_rank_1_finds_the_folder_of_the_store_as_long_as_it_lives(status, stays,
     assert (run.returncode, folder.exists()) == (2, stays)
 
 
+LEAVES_WHILE_IT_MEETS = """
+from pathlib import Path
+from threading import Event, Thread
+
+from cli import launch
+from run.placement import Placement
+from testing.shared import settings
+
+def rmdir(folder):
+    remove(folder)
+    gone.set()
+    Event().wait(1)  # meanwhile the main thread comes to the store
+
+here = Placement(settings())
+gone = Event()
+remove = Path.rmdir
+Path.rmdir = rmdir
+Thread(target=launch.leave, args=[3]).start()
+gone.wait()
+here.meet()
+"""
+
+
+def test_a_rank_that_leaves_opens_no_store_whose_folder_it_has_removed(tmp_path):
+    """Else no thread could end it for five minutes."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    here = {"RANK": "1", "WORLD_SIZE": "2", launch.STORE: str(folder / "store")}
+    run = subprocess.run([sys.executable, "-c", LEAVES_WHILE_IT_MEETS], cwd=ROOT, timeout=60,
+                         env=os.environ | here)
+    assert run.returncode == 3
+
+
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
     program = "from cli import launch; launch.prepare_process(); print(chr(233))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
