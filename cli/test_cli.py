@@ -193,7 +193,8 @@ WRONG = {  # a command, and what is said about it
     "--fan-out 4,2,1,1,1,1": "[4, 2, 1, 1, 1, 1] is not 5 numbers",
     "--fan-out 4,3,2,1,-2": "neither " + " nor ".join([
         *cache.FAN_OUT_POLICIES, *SPECULATORS, "numbers"]),
-    "--fan-out 4,,3": "''", "--fan-out 9999,1,1,1,1": "--budget is 10003; it must be from 0 to 4",
+    "--fan-out 4,,3": "''",
+    "--fan-out 9999,1,1,1,1 --mode ar": "--budget is 10003; it must be from 0 to 4",
     "--backup fast": f"--backup fast: there are {', '.join(draft_worker.BACKUPS)} and auto",
     "--verification best": f"--verification best: not one of {', '.join(VERIFICATIONS)}",
     "--device cuda": "--device cuda: Found no NVIDIA driver",
@@ -219,11 +220,12 @@ WRONG = {  # a command, and what is said about it
     "--output BART": ": Is a directory", "--output nowhere/out.jsonl": ": No such file or dir",
     "--target ./nowhere": "--target ./nowhere cannot be read, neither as a folder",
     "--target no-such/model": "no-such/model cannot be read, neither as a folder with a model",
+    "--draft GGUF": "GGUF is GGUF, which is not", "--draft a.gguf": "a.gguf is GGUF, which is not",
+    "--target ADAPTER": "ADAPTER holds an adapter (LoRA): merge it into its model",
     "--draft CODE": "contains custom code which must be executed",
     "a 'b <word>' --target ADDED --mode ar":
         "to 2048; the target's embedding has 0 to 2047",
     "--target BART": "cannot be decoded here", "--target CORRUPT --mode ar": "cannot load",
-    "--target DEEPER --mode ar": "its files lack model.layers.",
     "--draft RENAMED": "different vocabularies", "--apply-chat-template": "template is not set"}
 
 
@@ -243,7 +245,8 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
                        "NESTED": '{"text": ' + "[" * 200_000,
                        "LONG": json.dumps({"text": "if x :\n" * 2000})}.items():
         (folder / name).write_text(text, "utf-8")
-    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES", "POINTER"):
+    for name in ("RENAMED", "BART", "CORRUPT", "ADDED", "DEEPER", "CODE", "ESCAPES", "POINTER",
+                 "WIDER", "ADAPTER"):
         shutil.copytree(TINY / "draft", folder / name)
     added = AutoTokenizer.from_pretrained(folder / "ADDED")
     added.add_tokens("<word>")
@@ -253,14 +256,18 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
     added.save_pretrained(folder / "ESCAPES")
     rename(folder / "RENAMED", "Ġ", "☃")  # the space before a word
     AutoConfig.for_model("bart", vocab_size=2048).save_pretrained(folder / "BART")
-    deeper = AutoConfig.from_pretrained(folder / "DEEPER")
-    deeper.num_hidden_layers += 1
-    deeper.save_pretrained(folder / "DEEPER")
+    for name, size in ("DEEPER", "num_hidden_layers"), ("WIDER", "intermediate_size"):
+        config = AutoConfig.from_pretrained(folder / name)
+        setattr(config, size, getattr(config, size) + 1)
+        config.save_pretrained(folder / name)
     code = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
     (folder / "CODE" / "config.json").write_text(json.dumps(code), "utf-8")
     (folder / "CORRUPT" / "model.safetensors").write_bytes(b"\x08" + bytes(100))
     (folder / "POINTER/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     (folder / "GZIP").write_bytes(gzip.compress(b'{"text": "a"}'))
+    (folder / "ADAPTER/adapter_config.json").write_text("{}")
+    (folder / "GGUF").mkdir()
+    (folder / "GGUF/q4.gguf").touch()
     os.mkfifo(folder / "PIPE")
     os.link(folder / "GOOD", folder / "LINK")
     return {path.name: str(path) for path in folder.iterdir()}
@@ -271,6 +278,15 @@ def wrong_inputs(tmp_path_factory) -> dict[str, str]:
 def test_a_wrong_command_gets_one_sentence_and_exit_status_2(arguments, wrong_inputs):
     words = [wrong_inputs.get(word, word) for word in shlex.split(arguments)]
     assert WRONG[arguments] in the_error(obey("saguaro.py", *words))
+
+
+@pytest.mark.parametrize("name, sentence", (
+    ("DEEPER", "its files lack model.layers.3."), ("WIDER", "has the shape [128, 352], but by")))
+def test_no_report_of_a_library_stands_before_the_sentence(name, sentence, wrong_inputs):
+    """In a process of its own: here transformers logs to the standard error that it saw first."""
+    run = subprocess.run([sys.executable, "saguaro.py", "--target", wrong_inputs[name], "--mode",
+                          "ar"], cwd=ROOT, capture_output=True, text=True)
+    assert sentence in the_error((run.returncode, run.stderr))
 
 
 def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs, tmp_path):

@@ -26,6 +26,7 @@ Hugging Face models take this unmodified: any object with a fitting `update` pas
 and a 4-D `attention_mask` is used as it is. Any module with the same call can stand in for one.
 """
 import inspect
+import re
 import threading
 from contextlib import contextmanager
 from typing import Callable, Iterator
@@ -43,6 +44,9 @@ LOADING = threading.Lock()  # meanwhile transformers changes what all its models
 # of transformers' bars those of loading, on a terminal, after two seconds, until it has ended
 logging.set_tqdm_hook(lambda bar, given, options: bar(
     *given, **options | {"delay": 2, "leave": False, "disable": None}))
+# what `load` says in a sentence, transformers would first say in a table
+logging.get_logger("transformers.modeling_utils").addFilter(
+    lambda told: not (LOADING.locked() and re.search("MISSING|MISMATCH", str(told.msg))))
 
 
 class KVCache:
@@ -183,9 +187,13 @@ def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
     with LOADING, reported_as(f"cannot load {path}"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, device_map=device, output_loading_info=True,
-            trust_remote_code=False)
-        if info["missing_keys"]:  # transformers would draw these weights at random
+            ignore_mismatched_sizes=True, trust_remote_code=False)
+        # such weights transformers has drawn at random
+        if info["missing_keys"]:
             raise ValueError(f"its files lack {min(info['missing_keys'])}")
+        if info["mismatched_keys"]:
+            name, given, expected = min(info["mismatched_keys"])
+            raise ValueError(f"{name} has the shape {[*given]}, but by config.json {[*expected]}")
     return model
 
 

@@ -271,8 +271,9 @@ def test_the_engine_may_be_loaded_again_and_any_model_attends():
 
 def test_models_are_loaded_one_at_a_time(monkeypatch):
     """Transformers changes what all its models share, and a page may have two sessions."""
+    nothing = {"missing_keys": set(), "mismatched_keys": set()}
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained",
-                        lambda *_, **__: (engine.model.LOADING.locked(), {"missing_keys": set()}))
+                        lambda *_, **__: (engine.model.LOADING.locked(), nothing))
     assert load("a model", None, torch.float32, "cpu") is True
 
 

@@ -1,6 +1,7 @@
 """What every rank reads before a run (configurations, prompts), and loading its models."""
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -109,6 +110,14 @@ class Job:
 
 def open_model(flag: str, path: str):
     """Read the configuration and tokenizer of a checkpoint, and nothing big."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").exists():
+        raise UserError(f"{flag} {path} holds an adapter (LoRA): merge it into its model, and save "
+                        "that")
+    is_gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
+    if is_gguf and not (folder / "config.json").exists():
+        raise UserError(f"{flag} {path} is GGUF, which is not read here: take the folder with the "
+                        "model's config.json and safetensors")
     with reported_as(f"{flag} {path} cannot be read, neither as a folder with a model and its "
                      "tokenizer nor from the Hugging Face Hub"):
         return (AutoConfig.from_pretrained(path, trust_remote_code=False),
