@@ -1,8 +1,10 @@
 """Processes: starting the second rank, a rank that died, the one sentence of an error.
 
-torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself. The
-standard input of that one is a pipe in which nothing is written: it closes when rank 0 ends,
-however that ends. The two meet in a folder that no other account may read.
+torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself: under
+torchrun the error of a wrong file is 46 lines and status 1, not one sentence and status 2, and a
+start takes a third more CPU time (measured). The standard input of the draft's rank is a pipe in
+which nothing is written: it closes when rank 0 ends, however that ends. The two meet in a folder
+that no other account may read.
 """
 import builtins
 import gc
@@ -40,7 +42,7 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
             threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and is_alone():
             start_second_rank(module)
-        if (is_alone() or os.environ.get("RANK") == "0") and sys.stderr.isatty():
+        if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
 
