@@ -814,7 +814,7 @@ def test_a_draft_that_is_its_target_foresees_every_bonus_token():
             decoder(prompts)
         hits.append(decoder.stats.summary()["hit_rate"])
         assert decoder.draft.guess_counts.fan_outs.any() == (fan_out == "confident")
-    assert hits[0] == 1 and hits[1] > 0.95 and hits[2] < 0.9
+    assert hits[0] == 1 and hits[2] < 0.9 < hits[1]
 
 
 def test_guesses_of_a_race_are_the_first_tokens_but_for_the_rejected_one():
