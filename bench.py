@@ -583,7 +583,7 @@ def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
     # refuse at once what could not be written at the end
-    open_for_writing("--out", settings.out, "a").close()
+    open_for_writing("--out", settings.out, "a", prompts=settings.prompts).close()
     if settings.sweep:
         Path(settings.figures).mkdir(exist_ok=True)
     bench = Bench(settings)

@@ -1382,6 +1382,13 @@ def bench_with(**attributes) -> bench_py.Bench:
     return bench
 
 
+def test_the_benchmark_does_not_write_over_its_prompts(tmp_path):
+    prompts = tmp_path / "prompts"
+    prompts.write_text('{"text": "def f(x):"}')
+    status, said = obey("bench.py", "--quick", "--prompts", prompts, "--out", prompts)
+    assert status == 2 and "it is the file of --prompts" in said
+
+
 @slow
 def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
