@@ -21,6 +21,7 @@ import json
 import platform
 import sys
 from dataclasses import asdict
+from datetime import date
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -570,9 +571,9 @@ def compare_with_logs() -> None:
 
 
 def machine(bench: Bench) -> dict[str, Any]:
-    """Return what was measured, and on what."""
+    """Return what was measured, on what and when."""
     names = [bench.settings.target, bench.settings.draft]
-    return {"machine": platform.platform(), "torch": torch.__version__,
+    return {"date": str(date.today()), "machine": platform.platform(), "torch": torch.__version__,
             "transformers": transformers.__version__,
             "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
             "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),

@@ -818,12 +818,13 @@ def test_a_draft_that_is_its_target_foresees_every_bonus_token():
 
 
 def test_guesses_of_a_race_are_the_first_tokens_but_for_the_rejected_one():
-    """Of q / E, by the number that the target will draw by. Here the first is rejected."""
+    """Of q / E, by the number that the target will draw by. Here the first is rejected. Top-k would
+    leave two tokens of q, and nothing to choose the other guesses by."""
     target = random_model()
-    decoder = make_decoder(target, target, temperature=0.8, top_k=9, verification="race")
+    decoder = make_decoder(target, target, temperature=0.8, top_k=2, verification="race")
     logits = 3 * random_distributions(2, 4, 40).log()
     E = exponentials(UniformStream(0, sampling.VERIFIER_STREAM).draw(2, 4)[:, -1], 40)
-    times = E[:, None] / decoder.draft.sampler.probabilities(logits)  # [B, K+1, V]
+    times = E[:, None] / Sampler(0.8).probabilities(logits)  # [B, K+1, V]
     tokens = times[:, :-1].argmin(-1)
     guesses = decoder.draft.candidates(logits, Speculation(tokens, logits, torch.zeros(2)))
     times[:, :-1].scatter_(-1, tokens[..., None], torch.inf)

@@ -29,6 +29,7 @@ WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 draft: subprocess.Popen | None = None  # the rank 1 that this process has started
 MEETING = threading.RLock()  # held while the store is opened, and from when its folder is removed
+REQUIRED = ("torch", "transformers", "tqdm", "matplotlib")  # imported by commands
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
 
@@ -120,6 +121,8 @@ def exit_status(main: Callable[[], None]) -> int:
         report(f"error: {problem}")
         return 2
     except ModuleNotFoundError as problem:
+        if problem.name not in REQUIRED:
+            raise
         report(f"error: {problem}: is the virtual environment active (. .venv/bin/activate), and "
                "requirements.txt installed in it?")
         return 2

@@ -340,13 +340,14 @@ def make_two_jobs(own: bool) -> list:
     for _ in range(2):
         job = Job(Settings(max_new_tokens=4, device="cpu"))
         decoder = Decoder(job.settings, job.load())
-        texts = decoder(RAGGED[:1] if job.placement.rank == 0 else [])
+        texts = decoder(RAGGED[:1] if job.placement.rank == 0 else None)
     return texts
 
 
 @pytest.mark.parametrize("prompts, sentence", (
     ([], "there is no prompt"), ([1, 2], "a list of lists of token ids: 'int' object is not iter"),
-    ("def f", "a list of lists of token ids"), ([[1], []], "prompt 2 of 2 has 0 tokens")))
+    ("12", "a list of lists of token ids: 'str' object cannot be inter"), ([[1.7]], "a list of"),
+    ([[1], []], "prompt 2 of 2 has 0 tokens")))
 def test_a_decoder_says_what_it_takes(prompts, sentence):
     """Such as one prompt without its batch, or a text."""
     with pytest.raises(UserError, match=sentence):
@@ -465,7 +466,7 @@ def continue_texts(texts: list[str]) -> list:
         heard[number] += piece
 
     saguaro("of another call")
-    found = saguaro(texts if saguaro.job.placement.rank == 0 else [], on_text)
+    found = saguaro(texts if saguaro.job.placement.rank == 0 else None, on_text)
     counts = {name: value for name, value in saguaro.stats.summary().items() if name in (
         "tokens", "rounds", "hit_rate", "acceptance_rate", "fan_out", "fan_out_after_backup")}
     rows = sum(len(timed.rows) for timed in saguaro.stats.log)
@@ -767,9 +768,12 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
     for f in RESULTS:
         if f["sweep"] == "comparison":
             name, temperature = f["name"], int(f["value"])
+            speed = f"{f['tokens/s']:.1f} ± {f['standard error']:.1f}"
             ratios = [f"{f['/ AR']:.2f}", f"{f['/ SD']:.2f}"]
-            row = [name, str(f["lookahead"] or ""), f"{f['tokens/s']:.1f}", *ratios]
-            assert "| " + " | ".join(row) in tables.split("Temperature 1:")[temperature]
+            if f["/ SD, block"]:
+                ratios.append(f"{f['/ SD, block']:.2f}")
+            row = ["", name, str(f["lookahead"] or ""), speed, *ratios, ""]
+            assert "|".join(row) in tables.split("Temperature 1:")[temperature]
             row = re.escape(f"\n|{name}|") + temperature * r".*\|"
             assert re.search(row + r"\|".join(ratios), readme)
 
@@ -1150,6 +1154,8 @@ def test_without_the_requirements_one_sentence_says_so(tmp_path):
                           "runpy.run_path('saguaro.py', run_name='__main__')"],
                          cwd=ROOT, capture_output=True, text=True)
     assert "No module named 'tqdm': is the virtual env" in the_error((run.returncode, run.stderr))
+    with pytest.raises(ModuleNotFoundError):  # with its traceback: of a mistyped line, in an idea
+        launch.exit_status(lambda: importlib.import_module("nump"))
 
 
 @pytest.mark.parametrize("status, stays", ((None, True), (1, False)))

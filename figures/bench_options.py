@@ -10,8 +10,8 @@ SWEEPS = ("timeline", "fan-out", "shape", "noise", "downweight", "residual", "ba
 
 @dataclass
 class BenchSettings(DecodingSettings):
-    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes less
-    than half an hour, and --sweep all longer."""
+    """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes 40
+    minutes, and --sweep all longer."""
 
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")

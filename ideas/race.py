@@ -70,7 +70,7 @@ def scrambled(x: torch.Tensor) -> torch.Tensor:
 
 
 class RacingDraft(DraftWorker):
-    """Guesses the tokens that are first in the race of its own q."""
+    """Guesses the tokens that are first in the race of its own q. `run.Decoder` adds `settings`."""
 
     def manual_seed(self, seed: int) -> None:
         super().manual_seed(seed)
@@ -80,9 +80,11 @@ class RacingDraft(DraftWorker):
         rows, lookahead = speculation.tokens.shape
         uniforms = self.verifier.draw(rows, lookahead + 1)  # as `TargetWorker.verify` does
         last = to_device(uniforms[:, -1], logits.device)
-        q = self.sampler.probabilities(logits)               # [B, K+1, V]
-        E = exponentials(last, q.shape[-1])[:, None].to(q)  # [B, 1, V]: for ranks float32 will do
-        return super().candidates(q / E, speculation)
+        E = exponentials(last, logits.shape[-1])[:, None]    # [B, 1, V]
+        # The order of q / E. This q lacks top-k and top-p: the target may draw what these would
+        # take from the draft, and of tokens with q = 0 none would come before another.
+        log_q = logits.to(self.q_template) / self.settings.temperature
+        return super().candidates(log_q - E.log().to(log_q), speculation)
 
 
 VERIFICATIONS["race"] = partial(block_verify, draw=race)

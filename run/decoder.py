@@ -2,6 +2,7 @@
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from operator import index
 from typing import Callable, Iterator
 
 import torch
@@ -46,6 +47,7 @@ class Decoder:
         self.draft = self.make_draft(plan) if drafts else None
         self.workers = [worker for worker in (self.target, self.draft) if worker]
         self.channel = self.make_channel() if several else None
+        self.leads = self.channel is None or self.placement.rank == 0
         if self.lookahead and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         self.eos = models.target.eos_tokens if self.target and not settings.ignore_eos else []
@@ -91,10 +93,11 @@ class Decoder:
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         self.models.set_pace(self.settings.pace)
-        with reported_as("prompts must be a list of lists of token ids", (TypeError, ValueError)):
-            prompts = [list(map(int, prompt)) for prompt in prompts]
+        if self.leads:
+            with reported_as("prompts must be a list of lists of token ids", TypeError):
+                prompts = [list(map(index, prompt)) for prompt in prompts]
         if self.channel:
-            prompts, *_ = gather(prompts)
+            prompts, *_ = gather(prompts if self.leads else None)
         context = self.models.context
         check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
         self.begin_batch()
@@ -102,7 +105,7 @@ class Decoder:
             prompts, self.settings.max_new_tokens, context, self.eos, self.models.max_length)
         self.rounds: list[TimedRound] = []  # of rank 0
         failure = None
-        if self.channel is None or self.placement.rank == 0:
+        if self.leads:
             failure = self.lead(sequences, on_tokens)
         elif self.draft:
             serve(self.draft, self.channel, prompts, sequences.max_length)

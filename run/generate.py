@@ -33,7 +33,9 @@ class Saguaro:
 
     def write(self, texts: list[str], on_text: Callable) -> list[str]:
         job = self.job
-        prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template) if texts else []
+        prompts = []
+        if self.decoder.leads and texts:
+            prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template)
         if self.decoder.channel:
             prompts, *_ = gather(prompts)
         check_prompts(prompts, job.context, job.vocab_size)
