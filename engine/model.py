@@ -41,9 +41,14 @@ from engine.timing import PacedClock
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
-# of transformers' bars those of loading, on a terminal, after two seconds, until it has ended
-logging.set_tqdm_hook(lambda bar, given, options: bar(
-    *given, **options | {"delay": 2, "leave": False, "disable": None}))
+
+
+def loading_bar(bar: type, given: tuple, options: dict):
+    """Return a bar of transformers': on a terminal, after two seconds, until loading has ended."""
+    return bar(*given, **options | {"delay": 2, "leave": False, "disable": None})
+
+
+logging.set_tqdm_hook(loading_bar)
 # what `load` says in a sentence, transformers would first say in a table
 logging.get_logger("transformers.modeling_utils").addFilter(
     lambda told: not (LOADING.locked() and re.search("MISSING|MISMATCH", str(told.msg))))

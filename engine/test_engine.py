@@ -282,6 +282,7 @@ def test_models_are_loaded_one_at_a_time(monkeypatch):
 def test_slow_loading_shows_a_bar_on_a_terminal_while_it_lasts(
         terminal, seconds, shown, monkeypatch):
     """Of so many `seconds` a step. Downloads have bars of their own."""
+    transformers.logging.set_tqdm_hook(engine.model.loading_bar)  # tests may have set others
     stderr = StringIO()
     stderr.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", stderr)
