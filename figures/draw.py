@@ -33,7 +33,7 @@ TITLES = {
     "timeline": "In SSD (K = 7) the draft works while the target verifies; in SD (K = 5) one waits",
     "fan-out": "The more bonus tokens are guessed, the fewer are missed: a power law",
     "shape": "Where little is accepted geometric beats uniform; confident (ours) beats both",
-    "noise": "With public noise the draft foresees most bonus tokens, however random they are",
+    "noise": "With public noise the draft foresees more bonus tokens",
     "downweight": "Saguaro sampling: a smaller C buys cache hits, and pays with accepted tokens",
     "residual": "Saguaro sampling at one position: the target draws what the cache holds",
     "batch": "One miss makes the batch wait: above b* random tokens are the better backup",
@@ -167,7 +167,7 @@ def batch(found: list[dict], axes) -> None:
         rows = [f for f in found if f["lookahead"] == K]
         draw_lines(ax, rows, "batch size", "tokens a verification")
         b = critical_batch(rows)
-        if b > 0.5:
+        if 0.5 < b < 64:
             ax.axvline(b, color=GREY, linestyle=":")
             ax.annotate(f"b* = {b:.1f}", (1.04 * b, 0.1), color=GREY)
         ax.set_xscale("log", base=2)

@@ -15,6 +15,8 @@ What is guessed, and when, changes the speed alone. A text stays the target's if
 (ii) whether a token is sent, and how many are, depends on what stands before it, never on the token
      itself. To drop drawn tokens whose q is small, for example, is to draw from another q.
 
+Streams of an idea's own begin anew in `manual_seed`, as in race.py.
+
 A new verification needs a proof of its own. The audit finds broken rules; this takes minutes:
 
     for i in $(seq 8); do cat tiny/prompts.jsonl; done > 8x.jsonl

@@ -92,6 +92,7 @@ class Decoder:
             yield
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
+        """Do as a call does, with models that are kept `alone` already."""
         self.models.set_pace(self.settings.pace)
         if self.leads:
             with reported_as("prompts must be a list of lists of token ids", TypeError):
