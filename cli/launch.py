@@ -3,8 +3,8 @@
 torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself: under
 torchrun the error of a wrong file is 46 lines and status 1, not one sentence and status 2, and a
 start takes a third more CPU time (measured). The standard input of the draft's rank is a pipe in
-which nothing is written: it closes when rank 0 ends, however that ends. The two meet in a folder
-that no other account may read.
+which nothing is written: it closes when rank 0 ends, however that ends. The two meet in a file that
+no other account may read.
 """
 import builtins
 import gc
@@ -27,8 +27,6 @@ from engine.errors import UserError, first_line, lacks_memory, printable
 STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in which they meet
 WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank, by rank 0
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
-draft: subprocess.Popen | None = None  # the rank 1 that this process has started
-MEETING = threading.RLock()  # held while the store is opened, and from when its folder is removed
 REQUIRED = ("torch", "transformers", "tqdm", "matplotlib")  # imported by commands
 GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
 
@@ -52,8 +50,10 @@ def launch(kind: type[DecodingSettings], module: str) -> None:
     status = exit_status(main)
     if status == 0 and sys.modules["torch.distributed"].is_initialized():
         sys.modules["torch.distributed"].destroy_process_group()
-    if status or WAS_STARTED:
+    if status:
         leave(status)
+    if WAS_STARTED:
+        threading.Event().wait()  # for `exit_with_target`: rank 0 may still open the store
     sys.exit(0)  # Python's own end, for whoever profiles or debugs
 
 
@@ -82,10 +82,13 @@ def prepare_process() -> None:
 def start_second_rank(module: str) -> None:
     """Be rank 0 of two, beside a rank 1 that runs the same command, and leaves when this process
     has ended. They use nothing but this machine's loopback."""
-    global draft
+    # in no folder of its own: a store that is opened or closed after its folder was removed looks for
+    # it for five minutes, in which no other thread of the process can run
+    opened, store = tempfile.mkstemp(prefix=PRIVATE)
+    os.close(opened)
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-                   STORE: os.path.join(tempfile.mkdtemp(prefix=PRIVATE), "store")}
+                   STORE: store}
     # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
     program = ["-m", module] if "." in module else sys.argv[:1]
     draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
@@ -99,14 +102,8 @@ def leave(status: int) -> None:
     would be closed, and the other ranks would blame this one in their own words."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    # Where the ranks meet. Rank 1 tidies up, if it lives. A store that is opened without its folder
-    # looks for it for five minutes, in which no other thread can run.
-    if draft is None or draft.poll() is not None:
-        MEETING.acquire()
-        with suppress(OSError, KeyError):
-            store = Path(os.environ[STORE])
-            store.unlink(missing_ok=True)
-            store.parent.rmdir()
+    with suppress(OSError, KeyError):
+        os.unlink(os.environ[STORE])
     if until_exit:
         until_exit.cleanup()
     os._exit(status)

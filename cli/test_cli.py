@@ -991,7 +991,7 @@ def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
     assert [status for status, _ in in_ranks(2, obey_own, [command, other])] == [0, 0]
 
 
-def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_folder(monkeypatch):
+def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_file(monkeypatch):
     started = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words) or (
@@ -1000,9 +1000,9 @@ def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_fol
     for module, program in (("run", ["saguaro.py"]), ("course.page", ["-m", "course.page"])):
         START_SECOND_RANK(module)
         assert started.pop() == [sys.executable, *program, "x"]
-        folder = Path(os.environ[launch.STORE]).parent
-        assert folder.stat().st_mode == 0o40700
-        folder.rmdir()
+        store = Path(os.environ[launch.STORE])
+        assert store.stat().st_mode == 0o100600
+        store.unlink()
 
 
 def test_pytorch_runs_no_kernels_from_a_folder_that_others_can_make(tmp_path):
@@ -1159,48 +1159,34 @@ def test_without_the_requirements_one_sentence_says_so(tmp_path):
         launch.exit_status(lambda: importlib.import_module("nump"))
 
 
-@pytest.mark.parametrize("status, stays", ((None, True), (1, False)))
-def test_rank_1_finds_the_folder_of_the_store_as_long_as_it_lives(status, stays, tmp_path):
-    """Also while rank 0 ends: a store in no folder would hold all its threads."""
-    program = "from types import SimpleNamespace\nfrom cli import launch\n" \
-              f"launch.draft = SimpleNamespace(poll=lambda: {status})\nlaunch.leave(2)"
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT,
-                         env=os.environ | {launch.STORE: str(folder / "store")})
-    assert (run.returncode, folder.exists()) == (2, stays)
-
-
 LEAVES_WHILE_IT_MEETS = """
-from pathlib import Path
+import os, subprocess, sys
 from threading import Event, Thread
+from types import SimpleNamespace
 
 from cli import launch
 from run.placement import Placement
 from testing.shared import settings
 
-def rmdir(folder):
-    remove(folder)
-    gone.set()
+def exit_late(status):
+    left.set()
     Event().wait(1)  # meanwhile the main thread comes to the store
+    exit(status)
 
+subprocess.Popen = lambda *_, **__: SimpleNamespace(wait=lambda: 0)
+launch.start_second_rank("run")
 here = Placement(settings())
-gone = Event()
-remove = Path.rmdir
-Path.rmdir = rmdir
+left = Event()
+exit, os._exit = os._exit, exit_late
 Thread(target=launch.leave, args=[3]).start()
-gone.wait()
+left.wait()
 here.meet()
 """
 
 
-def test_a_rank_that_leaves_opens_no_store_whose_folder_it_has_removed(tmp_path):
-    """Else no thread could end it for five minutes."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    here = {"RANK": "1", "WORLD_SIZE": "2", launch.STORE: str(folder / "store")}
-    run = subprocess.run([sys.executable, "-c", LEAVES_WHILE_IT_MEETS], cwd=ROOT, timeout=60,
-                         env=os.environ | here)
+def test_a_rank_that_leaves_is_not_held_by_a_store_that_it_has_removed():
+    """No other thread runs while PyTorch looks for five minutes for a folder that is gone."""
+    run = subprocess.run([sys.executable, "-c", LEAVES_WHILE_IT_MEETS], cwd=ROOT, timeout=60)
     assert run.returncode == 3
 
 

@@ -5,7 +5,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PRIVATE = ".saguaro-"  # begins the names of folders in the temporary folder
+PRIVATE = ".saguaro-"  # begins the names of what lies in the temporary folder
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # PyTorch itself sets it to the default
 until_exit = None  # the folder of this process alone, if it needs one
 with suppress(FileNotFoundError):  # there is no temporary folder: who needs one says so

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cli.launch import MEETING, STORE, is_alone, watch
+from cli.launch import STORE, is_alone, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
 
@@ -77,10 +77,7 @@ class Placement:
 
     def meet(self) -> None:
         """Join the default group."""
-        store = None
-        if STORE in os.environ:
-            with MEETING:
-                store = dist.FileStore(os.environ[STORE], 2)
+        store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
         given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
         dist.init_process_group("gloo", timeout=PATIENCE, **given)
         atexit.register(leave_groups)
