@@ -128,8 +128,11 @@ def load_target(path: str, dtype: str, device: str):
         dtype = "bfloat16" if device != "cpu" and torch.cuda.is_available() else "float32"
     logging.set_tqdm_hook(lambda _, bar, __: logging.EmptyTqdm(*bar))  # downloads keep theirs
     with reported_as(f"--target {path}"):
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), device_map=device, trust_remote_code=False)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), device_map=device, output_loading_info=True,
+            trust_remote_code=False)
+        if info["missing_keys"]:  # drawn at random: then every engine would be accused
+            raise ValueError(f"its files lack {min(info['missing_keys'])}")
     tokenizer = None
     with suppress(Exception):  # only prompts in letters need one
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -5,11 +5,13 @@ import errno
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import sampling
@@ -295,12 +297,17 @@ def test_what_the_audit_cannot_read_or_guess_gets_one_sentence(target_folder, tm
     missing = str(tmp_path / "none")
     half = tmp_path / "half.jsonl"
     half.write_text(r'{"prompt": "a\ud800", "tokens": [1]}', "utf-8")
+    lacks = shutil.copytree(target_folder, tmp_path / "lacks")
+    weights = load_file(lacks / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, lacks / "model.safetensors", {"format": "pt"})
     sampled = [path, "--target", target_folder, "--temperature", "1"]
     for arguments, sentence in (
             ([missing], f"{missing}: No such file"), ([path], "name --target"),
             ([path, "--target", target_folder], "name --temperature"),
             ([*sampled, "--temperature", "-1"], "ValueError: `temperature` (="),
             ([path, "--target", missing, "--temperature", "1"], f"--target {missing}: "),
+            ([path, "--target", str(lacks), "--temperature", "1"], "lack model.norm.weight"),
             ([*sampled, "--top-p", "nan"], "top-p is nan"), ([*sampled, "--top-p", "2"], "is 2.0"),
             ([str(half), "--target", str(TINY / "target"), "--temperature", "1"],
              "half.jsonl, line 1: the tokenizer cannot read it: ")):
