@@ -32,6 +32,7 @@ class Saguaro:
             return self.write(texts, on_text)
 
     def write(self, texts: list[str], on_text: Callable) -> list[str]:
+        """Do as a call does, with models that are kept `alone` already."""
         job = self.job
         prompts = []
         if self.decoder.leads and texts:
