@@ -800,7 +800,7 @@ def test_the_numbers_in_sentences_are_those_of_the_launch():
              for backup, rows in (("neural", 1), ("neural", 16), ("random", 1))]
     noise = [metric("noise", name, 1, "hit_rate") for name in (
         "private noise", "public noise, geometric")]
-    assert f"C = 0.75 is {faster:.0%} faster" in results
+    assert f"C = 0.75 is {-faster:.1%} slower" in results
     race, more = (metric("comparison", name, 1, "/ SD, block") for name in
                   ("SSD, race", "SSD, budget 64, race"))
     assert f"{race} and {more} x SD by block" in results
