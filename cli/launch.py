@@ -102,10 +102,10 @@ def leave(status: int) -> None:
     would be closed, and the other ranks would blame this one in their own words."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
-    with suppress(OSError, KeyError):
-        os.unlink(os.environ[STORE])
     if until_exit:
         until_exit.cleanup()
+    with suppress(OSError, KeyError):
+        os.unlink(os.environ[STORE])  # last: another thread may open it, and make it anew
     os._exit(status)
 
 

@@ -1184,9 +1184,10 @@ here.meet()
 """
 
 
-def test_a_rank_that_leaves_is_not_held_by_a_store_that_it_has_removed():
+def test_a_rank_that_leaves_is_not_held_by_a_store_that_it_has_removed(tmp_path):
     """No other thread runs while PyTorch looks for five minutes for a folder that is gone."""
-    run = subprocess.run([sys.executable, "-c", LEAVES_WHILE_IT_MEETS], cwd=ROOT, timeout=60)
+    run = subprocess.run([sys.executable, "-c", LEAVES_WHILE_IT_MEETS], cwd=ROOT, timeout=60,
+                         env=os.environ | {"TMPDIR": str(tmp_path)})
     assert run.returncode == 3
 
 
