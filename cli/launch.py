@@ -82,8 +82,8 @@ def prepare_process() -> None:
 def start_second_rank(module: str) -> None:
     """Be rank 0 of two, beside a rank 1 that runs the same command, and leaves when this process
     has ended. They use nothing but this machine's loopback."""
-    # in no folder of its own: a store that is opened or closed when that was removed looks for it
-    # for five minutes, in which no other thread of the process can run
+    # not in a folder of its own: once that is removed, a store that is opened or closed looks for
+    # it for five minutes, in which no other thread of its process can run
     opened, store = tempfile.mkstemp(prefix=PRIVATE)
     os.close(opened)
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",

@@ -1160,7 +1160,7 @@ def test_without_the_requirements_one_sentence_says_so(tmp_path):
 
 
 LEAVES_WHILE_IT_MEETS = """
-import os, subprocess, sys
+import os, subprocess
 from threading import Event, Thread
 from types import SimpleNamespace
 
@@ -1171,13 +1171,13 @@ from testing.shared import settings
 def exit_late(status):
     left.set()
     Event().wait(1)  # meanwhile the main thread comes to the store
-    exit(status)
+    end(status)
 
 subprocess.Popen = lambda *_, **__: SimpleNamespace(wait=lambda: 0)
 launch.start_second_rank("run")
 here = Placement(settings())
 left = Event()
-exit, os._exit = os._exit, exit_late
+end, os._exit = os._exit, exit_late
 Thread(target=launch.leave, args=[3]).start()
 left.wait()
 here.meet()
