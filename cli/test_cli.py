@@ -454,6 +454,9 @@ def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
     assert "".join(text) and 0 < float(hit_rate) < 1
     exec(own, here)
     assert capsys.readouterr().out and here["saguaro"].stats.summary()["hit_rate"] < float(hit_rate)
+    model = re.search("from testing.*", own)[0]  # which leaves a script its threads
+    program = f"import torch as t; t.set_num_threads(2); {model}; assert t.get_num_threads() == 2"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def continue_texts(texts: list[str]) -> list:

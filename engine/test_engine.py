@@ -50,9 +50,9 @@ from run.job import Job
 from run.placement import Placement
 from saguaro import Sequences
 from testing.fake_cuda import CPU, FAKES, FakeGraph, fake_gpus, on_gpus, real_gpus
+from testing.own_gpt import OwnGPT
 from testing.shared import (
     RAGGED,
-    OwnGPT,
     assert_close,
     greedy_reference,
     imitation,

@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cli.settings import Settings
 from engine.model import CausalLM
@@ -58,35 +57,6 @@ def imitation(target, noise: float):
                 normal = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
                 weight += noise * weight.std() * normal
     return draft
-
-
-class OwnGPT(torch.nn.Module):
-    """A transformer of one layer, written by hand; untrained."""
-
-    def __init__(self, vocab_size: int = 40, width: int = 32, heads: int = 4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.config = PretrainedConfig(vocab_size=vocab_size, max_position_embeddings=64)
-        self.generation_config = GenerationConfig()
-        self.dtype = torch.float64
-        self.heads = heads
-        self.embedding = torch.nn.Embedding(vocab_size, width)
-        self.positions = torch.nn.Embedding(64, width)
-        self.in_proj = torch.nn.Linear(width, 3 * width)
-        self.out_proj = torch.nn.Linear(width, width)
-        self.double()
-
-    def get_input_embeddings(self) -> torch.nn.Embedding:
-        return self.embedding
-
-    def forward(self, input_ids, position_ids, attention_mask, past_key_values, **_):
-        x = self.embedding(input_ids) + self.positions(position_ids)
-        parts = self.in_proj(3 * x).view(*input_ids.shape, 3, self.heads, -1)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        key, value = past_key_values.update(key, value, 0)
-        x = x + self.out_proj(torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask).transpose(1, 2).flatten(2))
-        return CausalLMOutput(logits=x @ self.embedding.weight.T)
 
 
 def settings(mode: str = "ssd", **choices) -> Settings:
