@@ -1,6 +1,7 @@
-"""Tests of what larger models need: placement, CUDA graphs, tensor parallelism, GPUs. There need be
-no GPU: `FakeGraph` stands in for a CUDA graph, and, if PyTorch was built with CUDA, `FakeCUDA` for
-GPUs. Where there are GPUs, the tests that have `on_gpus` run on these, too.
+"""Tests of models: which are refused, and what larger ones need: placement, CUDA graphs, tensor
+parallelism, GPUs. There need be no GPU: `FakeGraph` stands in for a CUDA graph, and, if PyTorch was
+built with CUDA, `FakeCUDA` for GPUs. Where there are GPUs, the tests that have `on_gpus` run on
+these, too.
 
     python -m pytest engine/test_engine.py -rs      # and says which tests want more GPUs
 """
@@ -34,11 +35,11 @@ import engine.model
 import run.decoder
 from audit.evidence import ALPHA, audit_groups
 from audit.replay import Text, warpers_of
-from cache import PRIMARY, Outcome
+from cache import PRIMARY, Outcome, Speculation
 from cli.launch import watch
 from cli.settings import TINY, Settings
 from engine import cuda_graphs
-from engine.attention import ALL_ATTENTION_FUNCTIONS, matrix_products, sdpa
+from engine.attention import ALL_ATTENTION_FUNCTIONS, FIRST_SEEN, matrix_products, sdpa
 from engine.check import check_model
 from engine.cuda_graphs import CapturedGraph
 from engine.errors import UserError
@@ -494,6 +495,102 @@ def test_any_module_that_is_called_like_a_model_can_be_target_or_draft():
         logits = target(torch.tensor([prompt + text]), torch.arange(n)[None], mask, whole).logits
         assert logits[0, len(prompt) - 1:-1].argmax(-1).tolist() == text and len(text) == 24
     assert decoder.stats.summary()["acceptance_rate"] > 0.1
+
+# ---- models that cannot be decoded here ----
+
+def fresh_model(family: str = "llama", **changes):
+    """A `random_model` of its own: its configuration may hold dictionaries."""
+    return random_model.__wrapped__(family, **copy.deepcopy(changes))
+
+
+@pytest.mark.parametrize("family, changes, expected", (
+    ("gpt_neo", dict(num_hidden_layers=2, attention_types=[[["global", "local"], 1]]),
+     pytest.raises(UserError, match="gpt_neo models give other logits")),  # a mask by slot
+    ("bert", {}, pytest.raises(UserError, match="this bert model is not causal")),
+    ("mpt", {}, pytest.raises(UserError, match="mpt models give other logits")),  # ALiBi
+    ("bloom", {}, pytest.raises(UserError, match="bloom models cannot run with KV slots")),  # ALiBi
+    ("xlm", {}, pytest.raises(UserError, match="xlm models cannot run in torch.float32")),
+    ("mamba", {}, pytest.raises(UserError, match="in all layers, not linear_attention")),
+    # it has no window, but transformers' cache believes its configuration
+    ("llama", dict(sliding_window=8), pytest.raises(UserError, match="with sliding_window in")),
+    ("bert", dict(is_decoder=True), nullcontext()), ("mixtral", {}, nullcontext()),
+    ("mixtral", dict(output_router_logits=True), nullcontext()),  # as many were trained
+    ("gpt_bigcode", {}, nullcontext())))  # has a mask by slot, and does not use it
+def test_an_architecture_that_does_not_fit_into_slots_is_refused(family, changes, expected):
+    with expected:
+        check_model(CausalLM(fresh_model(family, **changes).float()))
+
+
+WINDOWED, MIXED, CHUNKED = windowed(50)  # more than the text with which a model is tried
+window = FIRST_SEEN["sliding_attention"]
+everything = FIRST_SEEN["full_attention"]
+WRONGLY_SEEN = {
+    "a token more": (WINDOWED, {"sliding_attention": lambda *given: window(*given) - 1}),
+    "a token less": (WINDOWED, {"sliding_attention": lambda *given: window(*given) + 1}),
+    "no window": (WINDOWED, {"sliding_attention": everything}),
+    "no window in a few layers": (MIXED, {"sliding_attention": everything}),
+    "windows in the other layers":
+        (MIXED, {"sliding_attention": everything, "full_attention": window}),
+    "no chunks": (CHUNKED, {"chunked_attention": everything}),
+    "chunks that begin a token earlier": (CHUNKED, {"chunked_attention": lambda positions, config: (
+        positions - (positions + 1) % config.attention_chunk_size)})}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", WRONGLY_SEEN)
+def test_the_check_sees_a_wrong_window_however_long(name, dtype, monkeypatch):
+    (family, changes), first_seen = WRONGLY_SEEN[name]
+    model = CausalLM(fresh_model(family, num_hidden_layers=2, **changes).to(dtype))
+    check_model(model)
+    assert 50 in vars(model.model.config).values(), "it is as it was"
+    for kind, function in first_seen.items():
+        monkeypatch.setitem(FIRST_SEEN, kind, function)
+    with pytest.raises(UserError, match="give other logits"):
+        check_model(model)
+
+
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4,
+                long_factor=[1.0, 2.0, 4.0, 8.0], original_max_position_embeddings=16)
+BY_TYPE = {"full_attention": LONGROPE, "sliding_attention": dict(rope_type="default")}
+
+
+@pytest.mark.parametrize("family, changes", (
+    ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=16)),
+    ("gemma3_text", dict(rope_parameters=BY_TYPE)), ("doge", dict(keep_window_size=16)),
+    ("llama4_text", dict(head_dim=8, num_local_experts=2, intermediate_size_mlp=48,
+                         floor_scale=17))))
+def test_a_text_ends_before_its_rotary_embeddings_or_attention_change(family, changes):
+    """And a prompt that reaches beyond is refused."""
+    decoder = make_decoder(fresh_model(family, **changes), mode="ar", max_new_tokens=30)
+    [text] = decoder([[1, 2]])
+    assert len(text) == 14 and decoder.finish_reasons == ["context"]
+    with pytest.raises(UserError, match="context, 16"):
+        decoder([[1] * 16])
+
+
+@pytest.mark.parametrize("dtype", ("float16", "float32"))
+@pytest.mark.parametrize("whose, temperature", (
+    ("the target's logits", 0), ("the target's logits", 1), ("the draft's q", 1)))
+def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, dtype):
+    target = copy.deepcopy(random_model()).to(getattr(torch, dtype))
+    draft = imitation(random_model(), 0.1).to(target.dtype)
+    decoder = make_decoder(target, draft, dtype=dtype, max_new_tokens=8, temperature=temperature)
+    broken = target if "target" in whose else draft
+    broken.lm_head.weight.data *= torch.finfo(target.dtype).max / 2
+    with pytest.raises(UserError, match=f"{whose} are infinite or not numbers in torch.{dtype}"):
+        decoder(RAGGED)
+
+
+def test_one_place_that_overflows_is_enough(monkeypatch):
+    decoder = make_decoder(random_model(), mode="ar")
+    decoder.target.prefill(RAGGED, 30, 3)
+    causal = CausalLM.causal
+    monkeypatch.setattr(CausalLM, "causal", lambda *given: causal(*given).index_fill(
+        1, torch.tensor(1), torch.inf))
+    tokens = torch.ones(len(RAGGED), 3).long()
+    with pytest.raises(UserError, match="the target's logits are infinite"):
+        decoder.target.verify(Speculation(tokens, torch.zeros(*tokens.shape, 0), tokens))
+
 
 # ---- attention without copies ----
 
