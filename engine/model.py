@@ -183,7 +183,9 @@ class CausalLM:
     def eos_tokens(self) -> list[int]:
         """Return every end-of-sequence id of the generation config."""
         given = self.model.generation_config.eos_token_id
-        return given if isinstance(given, list) else [] if given is None else [given]
+        if given is None:
+            return []
+        return given if isinstance(given, list) else [given]
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,
@@ -208,22 +210,31 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def context_length(config: PretrainedConfig) -> int:
-    """Return the most tokens that a text may have, prompt included. Beyond that, positions have no
-    embedding, or all are embedded anew (longrope), or tokens are dropped (Doge), or attention is
-    scaled by a position that the model asks its cache for (Llama 4). Raises `UserError` for a model
-    that is no decoder with a context, or has layers that do not attend."""
+def check_family(config: PretrainedConfig) -> None:
+    """Raise `UserError` for a model that is no decoder with a context, or has layers that do not
+    attend."""
     text = config.get_text_config()
-    ropes = getattr(text, "rope_parameters", None) or {}
-    ropes = (ropes, *ropes.values())  # one for all layers, or one for every type of layer
-    limits = [rope["original_max_position_embeddings"] for rope in ropes
-              if isinstance(rope, dict) and rope.get("rope_type") == "longrope"]
-    if getattr(text, "attn_temperature_tuning", False):
-        limits.append(text.floor_scale - 1)
     context = getattr(text, "max_position_embeddings", None)
     others = ", ".join(sorted(layer_types(text) - FIRST_SEEN.keys()))
     if config.is_encoder_decoder or context is None or others:
         raise UserError(f"{config.model_type} models cannot be decoded here: only causal language "
                         "models with a context (max_position_embeddings) and full, sliding or "
                         f"chunked attention in all layers{others and ', not '}{others}")
-    return min(context, getattr(text, "keep_window_size", torch.inf), *limits)
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Return the most tokens that a text may have, prompt included. Beyond that, positions have no
+    embedding, or the model computes something else. Raises `UserError` as `check_family` does."""
+    check_family(config)
+    text = config.get_text_config()
+    limits = [text.max_position_embeddings]
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one for all layers, or one for every type of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            limits.append(rope["original_max_position_embeddings"])  # all are embedded anew
+    if getattr(text, "attn_temperature_tuning", False):
+        # Llama 4 scales attention by a position that it asks its cache for
+        limits.append(text.floor_scale - 1)
+    if hasattr(text, "keep_window_size"):
+        limits.append(text.keep_window_size)  # Doge drops tokens
+    return min(limits)

@@ -12,7 +12,7 @@ from cli.settings import DecodingSettings, read_prompts
 from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, reported_as
-from engine.model import CausalLM, context_length, load
+from engine.model import CausalLM, check_family, context_length, load
 from engine.tensor_parallel import check_shardable, split
 from run.placement import Placement
 
@@ -51,7 +51,7 @@ class Job:
         self.draft_config = None
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
-            context_length(self.draft_config)  # refuses what cannot be decoded
+            check_family(self.draft_config)
             shared = self.tokenizer.get_vocab().items() & draft_tokenizer.get_vocab().items()
             if len(shared) < 0.99 * len(self.tokenizer):  # special tokens may differ
                 raise UserError(f"--target {settings.target} and --draft {settings.draft} have "
