@@ -654,7 +654,7 @@ def test_work_is_paced_by_its_passes_and_the_summary_names_the_share_in_time(mon
         with clock("verify"):
             now[0] += seconds
             clock.passes += passes
-        stats.add([(clock.read(), [], [])])
+        stats.add([{"spans": clock.read(), "rounds": [], "guesses": None}])
         print_summary(job, stats.summary())
     assert stats.seconds_of("verify") == pytest.approx([19, 1.5, 1.5], abs=0.01)
     kept = r"kept +(\S+)   of passes: target 1000 ms.*\n(  This machine)?"

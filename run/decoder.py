@@ -93,34 +93,40 @@ class Decoder:
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         """Do as a call does, with models that are kept `alone` already."""
+        prompts = self.prompts_of_rank_0(prompts)
         self.models.set_pace(self.settings.pace)
+        self.begin_batch()
+        sequences = self.sequences = Sequences(prompts, self.settings.max_new_tokens,
+                                               self.models.context, self.eos,
+                                               self.models.max_length)
+        rounds = []
+        failure = None
+        if self.leads:
+            rounds, failure = self.lead(sequences, on_tokens)
+        elif self.draft:
+            serve(self.draft, self.channel, prompts, sequences.max_length)
+        else:
+            follow(self.target, self.channel, prompts, sequences.max_length)
+        told = {"spans": [span for worker in self.workers for span in worker.clock.read()],
+                "guesses": self.draft.guess_counts.tables() if self.draft else None,
+                "rounds": rounds, "new_tokens": sequences.new_tokens,
+                "finish_reasons": sequences.finish_reasons}
+        ranks = gather(told) if self.channel else [told]
+        self.stats.add(ranks)
+        self.finish_reasons = ranks[0]["finish_reasons"]
+        if failure:
+            raise failure
+        return ranks[0]["new_tokens"]
+
+    def prompts_of_rank_0(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return them on every rank. Raises `UserError`, on all ranks, if they cannot go on."""
         if self.leads:
             with reported_as("prompts must be a list of lists of token ids", TypeError):
                 prompts = [list(map(index, prompt)) for prompt in prompts]
         if self.channel:
             prompts, *_ = gather(prompts if self.leads else None)
-        context = self.models.context
-        check_prompts(prompts, context, self.models.vocab_size)  # on all ranks alike
-        self.begin_batch()
-        sequences = self.sequences = Sequences(
-            prompts, self.settings.max_new_tokens, context, self.eos, self.models.max_length)
-        self.rounds: list[TimedRound] = []  # of rank 0
-        failure = None
-        if self.leads:
-            failure = self.lead(sequences, on_tokens)
-        elif self.draft:
-            serve(self.draft, self.channel, prompts, sequences.max_length)
-        else:
-            follow(self.target, self.channel, prompts, sequences.max_length)
-        spans = [span for worker in self.workers for span in worker.clock.read()]
-        tables = self.draft.guess_counts.tables() if self.draft else []
-        told = ((spans, tables, self.rounds), sequences.new_tokens, sequences.finish_reasons)
-        work, new_tokens, finish_reasons = zip(*(gather(told) if self.channel else [told]))
-        self.stats.add(work)
-        self.finish_reasons = finish_reasons[0]  # of the rank that knows them
-        if failure:
-            raise failure
-        return new_tokens[0]
+        check_prompts(prompts, self.models.context, self.models.vocab_size)
+        return prompts
 
     def begin_batch(self) -> None:
         """Begin with random numbers that follow from the seed and the number of batches before this
@@ -135,14 +141,16 @@ class Decoder:
         """End the text of this row after the round that `on_tokens` hears of."""
         self.sequences.stop(row)
 
-    def lead(self, sequences: Sequences, on_tokens: Callable) -> BaseException | None:
-        """Decode on rank 0, and record and show every round. Returns what `on_tokens` raised."""
+    def lead(self, sequences: Sequences,
+             on_tokens: Callable) -> tuple[list[TimedRound], BaseException | None]:
+        """Decode on rank 0, and tell every round. Returns all, and what `on_tokens` raised."""
+        rounds = []
         failure = None
         start = time.perf_counter()
-        rounds = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
-        for number, _ in enumerate(rounds):
+        decoding = decode(self.target, self.speculator(sequences), sequences, self.lookahead)
+        for number, _ in enumerate(decoding):
             end = time.perf_counter()
-            self.rounds.append(TimedRound(number, start, end, sequences.last_round))
+            rounds.append(TimedRound(number, start, end, sequences.last_round))
             start = end  # showing a round counts in the next, and overlaps the speculator's answer
             try:
                 for row, source, *_, new_tokens in sequences.last_round:
@@ -151,7 +159,7 @@ class Decoder:
                 failure = problem
                 for row in range(len(sequences.prompts)):
                     sequences.stop(row)
-        return failure
+        return rounds, failure
 
     def speculator(self, sequences: Sequences) -> Channel | TakingTurns:
         """Return who drafts for rank 0: another rank, or this process."""

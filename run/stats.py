@@ -39,14 +39,16 @@ class Stats:
     guess_counts: list = field(default_factory=list)  # `GuessCounts.table` and `.fan_outs`
     fan_outs: list = field(default_factory=list)
 
-    def add(self, ranks: list[tuple[list, list, list]]) -> None:
-        """Add what ranks tell of a batch: spans, `GuessCounts.tables` of all so far, rounds."""
-        for rank, (spans, tables, rounds) in enumerate(ranks):
-            self.spans += [Span(rank, *span) for span in spans]
-            for *times, rows in rounds:
-                self.log.append(TimedRound(*times, [RowRound(*row) for row in rows]))
-            if tables:
-                self.guess_counts, self.fan_outs = tables
+    def add(self, ranks: list[dict[str, Any]]) -> None:
+        """Add what each rank tells of a batch: its spans, the `GuessCounts.tables` of all batches
+        so far (on the rank that drafts), and the rounds (on rank 0)."""
+        for rank, told in enumerate(ranks):
+            self.spans += [Span(rank, *span) for span in told["spans"]]
+            for number, start, end, rows in told["rounds"]:
+                rows = [RowRound(*row) for row in rows]
+                self.log.append(TimedRound(number, start, end, rows))
+            if told["guesses"]:
+                self.guess_counts, self.fan_outs = told["guesses"]
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
