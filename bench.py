@@ -183,8 +183,10 @@ class Bench:
 
     def assist(self) -> None:
         """Be rank 1: decode what rank 0 asks for, until it has all that it wants."""
-        while asked := gather(None)[0]:
+        asked = gather(None)[0]
+        while asked:
             self.take_turns(*asked)
+            asked = gather(None)[0]
 
     def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
         """Decode in these ways, each given as (settings, in turns): in all of them the first batch,

@@ -51,7 +51,7 @@ def audit_file(args: argparse.Namespace) -> int:
     """Audit a file and print what was found. Returns the exit status."""
     settings, rows = read_texts(args.file)
     given = {name: value for name, value in vars(args).items() if value is not None}
-    trusted = ", --".join(name for name in DEFAULTS if name in settings.keys() - given.keys())
+    trusted = [name for name in DEFAULTS if name in settings.keys() - given.keys()]
     settings = DEFAULTS | settings | given
     for name in ("target", "temperature"):
         if settings[name] is None:
@@ -67,9 +67,12 @@ def audit_file(args: argparse.Namespace) -> int:
     if not texts:
         raise UserError(f"{args.file} holds no tokens")
     texts.sort(key=lambda text: -len(text.prompt + text.tokens))  # little padding in a batch
-    say(", ".join(f"{name} {settings[name]}" for name in DEFAULTS) + f", {model.dtype}, "
-        f"{len(texts)} texts{'; as the file says, unless you name --' * bool(trusted)}"
-        + trusted.replace("_", "-"))
+    said = ", ".join(f"{name} {settings[name]}" for name in DEFAULTS)
+    said += f", {model.dtype}, {len(texts)} texts"
+    if trusted:
+        flags = ", --".join(trusted).replace("_", "-")
+        said += f"; as the file says, unless you name --{flags}"
+    say(said)
     if settings["temperature"] == 0:
         return report_greedy(texts, greedy_gaps(model, texts, args.batch_size))
     warpers = warpers_of(*(settings[name] for name in ("temperature", "top_k", "top_p")))

@@ -88,7 +88,11 @@ class DecodingSettings:
         choices=("compiled", "captured", "eager"))
     pace: tuple[float, float] = pace_option((0.0, 0.0))
 
-    prompt, prompts, max_new_tokens, mode = (), None, 0, "ssd"  # of commands without these options
+    # of commands that have no such option
+    mode = "ssd"
+    prompt = ()
+    prompts = None
+    max_new_tokens = 0
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
@@ -113,8 +117,9 @@ class DecodingSettings:
 
 
 def value_type(entry) -> type:
-    """Return the type of a field's values: int, float, str or bool."""
-    return [*get_args(entry.type), entry.type][0]  # T of T | None, tuple[T, T], tuple[T, ...] and T
+    """Return the type T of a field's values, of T | None, tuple[T, T], tuple[T, ...] and T."""
+    parts = get_args(entry.type)
+    return parts[0] if parts else entry.type
 
 
 def checked_value(entry, value) -> int | float | str | bool | None:

@@ -29,8 +29,8 @@ def first_line(problem: Exception) -> str:
                 "130 bytes, for which `git lfs pull` fetches the file")
     said = "" if isinstance(problem, KeyError) else str(problem).strip()
     message = getattr(problem, "strerror", None) or said or repr(problem)
-    lines = [line.strip() for line in message.splitlines()]
-    return " ".join(lines[:1 + lines[0].endswith(":")])
+    first, *others = [line.strip() for line in message.splitlines()]
+    return f"{first} {others[0]}" if first.endswith(":") and others else first
 
 
 def lacks_memory(problem: Exception) -> bool:

@@ -135,10 +135,10 @@ def print_summary(job, summary: dict[str, Any]) -> None:
     """Print `Stats.summary()` and what it means."""
     settings = job.settings
     print(f"{summary['tokens']} tokens with {settings.mode}:")
-    says_nothing = ["hit_rate"] * (settings.mode == "sd")
-    says_nothing += ["acceptance_rate"] * (settings.verification != "token")  # a has no meaning
+    means_nothing = {"hit_rate": settings.mode == "sd",
+                     "acceptance_rate": settings.verification != "token"}
     for name, title, form, meaning in REPORT:
-        if name not in says_nothing:
+        if not means_nothing.get(name):
             print_line(title, summary[name], form, meaning)
     if settings.mode == "sd":
         print_line("drafting (T_SD)", summary["T_b"], ".2f",
