@@ -344,7 +344,8 @@ def make_two_jobs(own: bool) -> list:
 @pytest.mark.parametrize("prompts, sentence", (
     ([], "there is no prompt"), ([1, 2], "a list of lists of token ids: 'int' object is not iter"),
     ("12", "a list of lists of token ids: 'str' object cannot be inter"), ([[1.7]], "a list of"),
-    ([[1], []], "prompt 2 of 2 has 0 tokens")))
+    ([[1], []], "prompt 2 of 2 has 0 tokens"), ([[1] * 64], "prompt 1 of 1 has 64 tokens"),
+    ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1")), ids=str)
 def test_a_decoder_says_what_it_takes(prompts, sentence):
     """Such as one prompt without its batch, or a text."""
     with pytest.raises(UserError, match=sentence):
@@ -532,14 +533,6 @@ def test_a_text_that_has_ended_is_not_ended_again():
     decoder.models.target.model.generation_config = SimpleNamespace(eos_token_id=decoder.eos)
     further = Decoder(replace(decoder.settings, ignore_eos=True), decoder.models)
     assert len(further(RAGGED[:1])[0]) == 20
-
-
-@pytest.mark.parametrize("prompts, sentence", (
-    ([[1], []], "prompt 2 of 2 has 0 tokens"), ([[1] * 64], "prompt 1 of 1 has 64 tokens"),
-    ([[1, 40]], "holds tokens 1 to 40; the target's"), ([[-1]], "holds tokens -1 to -1")), ids=str)
-def test_prompts_made_in_python_are_checked_too(prompts, sentence):
-    with pytest.raises(UserError, match=sentence):
-        make_decoder(random_model(), mode="ar")(prompts)
 
 
 def test_prompts_may_be_longer_than_those_of_the_job():
