@@ -36,56 +36,7 @@ LARGEST = 64 * 1024  # bytes of a file that is handed in
 MEMORY = 8192 * MEGABYTE  # of addresses, of which PyTorch takes a few gigabytes
 # what Python needs of a system, besides its own folders
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-ANSWER = """  # what runs with the students' code: a line of JSON for each test
-import functools, importlib.util, json, os, resource, signal, sys, time
-solved, program, module, put_back, names, seed, memory, timeout = json.loads(sys.argv[1])
-started = time.monotonic()
-resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**26, 2**26))
-seconds = 2 * round(timeout + 0.5)
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # where nobody waits any longer
-out = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-set_limit = sys.setrecursionlimit  # millions of calls would outlive the alarm
-sys.setrecursionlimit = lambda calls: set_limit(min(calls, 10**5))
-try:
-    sys.path[1:1] = [solved, program]  # behind the answer's folder
-    answer = importlib.import_module(module)
-    spec = importlib.util.spec_from_file_location("solution", f"{solved}/{module}.py")
-    solution = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(solution)
-    for name in vars(solution):  # what is missing costs only the tests that ask for it
-        vars(answer).setdefault(name, vars(solution)[name])
-    for function in put_back:
-        *owner, name = function.split(".")
-        given, wanted = (functools.reduce(getattr, owner, part) for part in (solution, answer))
-        setattr(wanted, name, vars(given)[name])
-    import test_exercises
-except BaseException as problem:
-    print(json.dumps(f"{type(problem).__name__}: {problem}"), file=out, flush=True)
-    names = []
-def late(*_):
-    signal.signal(signal.SIGALRM, still_late)
-    raise TimeoutError("it was not done in time")
-def still_late(*_):  # an `except:` of the answer took the first alarm, so never return to it
-    print(json.dumps(["TimeoutError: it was not done in time"]), file=out, flush=True)
-    ask_the_rest()
-tests = enumerate(names, start=1)
-begun = time.monotonic()
-def ask_the_rest():
-    for number, test in tests:  # each has as long, and what others left; after it a second alarm
-        due = begun + (started + timeout - begun) * number / len(names)
-        signal.signal(signal.SIGALRM, late)
-        signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 0.01), 1)
-        try:
-            said = json.dumps([each.value for each in test_exercises.exam_of(test, seed)])
-        except BaseException as problem:  # also where JSON has no such number
-            said = json.dumps([f"{type(problem).__name__}: {problem}"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(said, file=out, flush=True)
-    os._exit(0)  # whatever threads the answer left
-ask_the_rest()
-"""
+ANSWER = Path(__file__).with_name("answer.py").read_text("utf-8")
 
 
 def read(file: Path) -> bytes:
@@ -164,8 +115,7 @@ def run_answer(source: bytes, number: str, functions: tuple[str, ...], folders: 
 class Marker:
     """Grades exercises, all submissions with the same arguments."""
 
-    def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path,
-                 all_or_nothing: bool = False):
+    def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path):
         """`folder` is for the program, and for its modules without what a process is asked."""
         from tqdm import tqdm
 
@@ -173,7 +123,6 @@ class Marker:
         self.progress = partial(tqdm, leave=False, disable=None)  # on a terminal
         self.seed = seed
         self.timeout = timeout
-        self.all_or_nothing = all_or_nothing
         self.folder = folder
         self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
         self.parts = {number: {} for number in numbers}  # by functions: what is said in their tests
@@ -222,10 +171,12 @@ class Marker:
         lost = {name: self.points[name] for name, fault in faults.items() if fault}
         if not lost:
             return exercise["points"], ""
-        points = 0 if self.all_or_nothing else exercise["points"] - sum(lost.values())
         parts = [f"{name.split(', ', 1)[1]} {worth}" for name, worth in lost.items()]
-        several = ", ".join(parts[:4]) + (f" and {len(parts) - 4} others" * (len(parts) > 4))
-        return points, f"lost: {several}; first: {faults[next(iter(lost))]}"
+        several = ", ".join(parts[:4])
+        if len(parts) > 4:
+            several += f" and {len(parts) - 4} others"
+        first = faults[next(iter(lost))]
+        return exercise["points"] - sum(lost.values()), f"lost: {several}; first: {first}"
 
 
 def fault_in(mine: list, said: list) -> str:
@@ -254,8 +205,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
                         help="of the arguments; without it others each time")
-    parser.add_argument("--all-or-nothing", action="store_true",
-                        help="no points for a part of an exercise's tests")
     args = parser.parse_args()
     if args.csv and os.path.isfile(args.csv):
         parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
@@ -267,7 +216,7 @@ def main() -> None:
           open_for_writing("--results", args.results) as results,
           ThreadPoolExecutor(max(1, args.jobs)) as pool, tempfile.TemporaryDirectory() as programs):
         file.reconfigure(newline="", errors="backslashreplace")
-        marker = Marker(numbers, args.seed, args.timeout, Path(programs), args.all_or_nothing)
+        marker = Marker(numbers, args.seed, args.timeout, Path(programs))
         print(f"--seed {args.seed}")
         print(*numbers, "total", "submission", sep="\t", flush=True)
         table = csv.writer(file)

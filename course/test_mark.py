@@ -237,12 +237,12 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         (tmp_path / name / "cache.py").write_text(module, "utf-8")
     (tmp_path / "gone/notes").mkdir(parents=True)
     (tmp_path / "gone/notes/cache (1).py").touch()
-    words = ["--csv", "marks.csv", "--only", "6", "--seed", "7", "--all-or-nothing"]
+    words = ["--csv", "marks.csv", "--only", "6", "--seed", "7"]
     monkeypatch.setattr(sys, "argv", ["mark.py", *answers, "gone", *words])
     mark.main()
     rows = [*csv.reader((tmp_path / "marks.csv").open(newline=""))]
     assert rows[0] == ["submission", "6", "total", "seed", "remarks"]
-    assert [row[1:3] for row in rows[1:]] == [["11", "11"]] + [["0", "0"]] * 4
+    assert [row[1:3] for row in rows[1:]] == [[points] * 2 for points in ("11", "0", "0", "6", "0")]
     assert rows[1][4] == "" and rows[2][4] == "6: not attempted"
     assert "SyntaxError" in rows[3][4] and "(cache.py, line 1)" in rows[3][4]
     assert "no cache.py; there is notes/cache (1).py" in rows[5][4]
