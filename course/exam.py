@@ -13,6 +13,7 @@ from inspect import signature
 from typing import Callable, NamedTuple, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from engine.errors import UserError
 
@@ -54,16 +55,16 @@ class Exam(random.Random):
 
     def call(self, function: Callable, *arguments):
         """Call a function, which must leave its arguments as they are."""
-        shown = mapped(arguments, lambda tensor: f"a tensor {[*tensor.shape]}" if is_large(tensor)
-                       else tensor)
+        shown = tree_map_only(is_large, lambda tensor: f"a tensor {[*tensor.shape]}", arguments)
         names = ["..."] * len(shown)  # where a decorator, or torch.jit.script, hides them
         with suppress(ValueError):
             names[:0] = signature(function).parameters
         self.arguments = "\n            ".join(
             f"{name} = {value}" for name, value in zip(names, shown))
-        given = mapped(arguments, torch.clone)  # so that what it changes spoils nothing else
+        # copies, so that what it changes spoils nothing else
+        given = tree_map_only(torch.Tensor, torch.clone, arguments)
         result = function(*given)
-        if not same(leaves(arguments), leaves(given)):
+        if not same(tree_leaves(arguments), tree_leaves(given)):
             self.changed = "they were changed"
         return result
 
@@ -75,23 +76,6 @@ class Exam(random.Random):
             return f"{part if isinstance(part, str) else part(mine, wanted)}{summed}{test}"
         if not self.only or of in self.only:
             self.said.append(Said(hint, self.arguments, plain(value), near, right))
-
-
-def mapped(value, change: Callable):
-    """The same, with every tensor in nested lists and tuples changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        parts = [mapped(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
-
-
-def leaves(value) -> list:
-    """The tensors in nested lists and tuples, and all else that is in them."""
-    if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in leaves(part)]
-    return [value]
 
 
 def same(these: list, others: list) -> bool:
