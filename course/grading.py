@@ -47,7 +47,8 @@ BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
 
 def acceptance_arguments(exam, shape, V):
     """In half of the cases p = q / 2 for all tokens but one, however unlikely they are."""
-    p, q = exam.distributions(*shape, V), exam.distributions(*shape, V)
+    p = exam.distributions(*shape, V)
+    q = exam.distributions(*shape, V)
     p = p.where(exam.numbers(*shape, 1) < 0.5, (q + one_hot(q.argmax(-1), V)) / 2)
     return p, q, (exam.numbers(*shape, V) * (q > 0)).argmax(-1)
 
@@ -84,7 +85,9 @@ def numbers_arguments(exam, shape, V, **ends):
 
 def fan_out_arguments(exam, shape, V, beyond=0):
     """Likelihoods need no sum of 1, and no two outcomes are equally likely."""
-    rows, K, n = exam.choice([1, 2, 4]), exam.choice([0, 1, 3, 4]), exam.randint(1, 7)
+    rows = exam.choice([1, 2, 4])
+    K = exam.choice([0, 1, 3, 4])
+    n = exam.randint(1, 7)
     right = exam.numbers(rows, K + 1, n).sort(-1, descending=True).values
     budget = (K + 1) * n + beyond if beyond else exam.randrange((K + 1) * n + 1)
     return exam.numbers(rows, K + 1), right, budget
@@ -140,14 +143,18 @@ def speculations(exam, K, rows, V, parts, rejected, point_masses):
     shall have a rejected token, the share `rejected`. Of 50 candidates for a place we take the
     first whose residual is in parts of 1/4, 1/2 or 1, and not in thirds. In the rows that reject,
     the first token can be rejected; in the others every token can be accepted."""
-    p, q = (sixteenths(exam, 50, rows, K + 1, V=V, parts=parts) for _ in range(2))
-    tokens = (exam.numbers(50, rows, K + 1, V) * (q > 0)).argmax(-1)
+    shape = 50, rows, K + 1
+    p = sixteenths(exam, *shape, V=V, parts=parts)
+    q = sixteenths(exam, *shape, V=V, parts=parts)
+    tokens = (exam.numbers(*shape, V) * (q > 0)).argmax(-1)
     if point_masses:
         q = one_hot(tokens, V).double()
     rejects = exam.numbers(rows) < rejected
+    p_token = of_token(p, tokens)
+    q_token = of_token(q, tokens)
     no_thirds = (p - q).abs().sum(-1) != 1.5
-    fits = no_thirds & (rejects[:, None] | (of_token(p, tokens) > 0))
-    fits[..., 0] &= (of_token(p, tokens) < of_token(q, tokens))[..., 0] | ~rejects
+    fits = no_thirds & (rejects[:, None] | (p_token > 0))
+    fits[..., 0] &= (p_token < q_token)[..., 0] | ~rejects
     p, q, tokens = first_fitting(fits, p, q, tokens)
     return p, q[:, :K], tokens[:, :K], rejects
 
@@ -207,7 +214,8 @@ def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0),
         width = V or exam.choice([4, 7])
         settings = [*map(exam.choice, (T, top_k, top_p, C))]
         logits = 6 * exam.numbers(*shape, width).to(getattr(torch, type))
-        uniforms, fan_out = exam.numbers(*shape), exam.randrange(width)
+        uniforms = exam.numbers(*shape)
+        fan_out = exam.randrange(width)
         if fine:
             fan_out = 1
             logits = pad(sixteenths(exam, *shape, V=width - 1, parts=8), (1, 0), value=1.0).log()
@@ -240,11 +248,13 @@ def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0),
 
 
 def ask_likely_outcomes(exam, n=(7, 9), fewest=1):
+    """With `fewest` to 7 guesses, of ids that may be large. Each row has ids of its own."""
     for rows, K in itertools.product((1, 2, 4), (0, 1, 3)):
-        candidates = exam.numbers(rows, K + 1, exam.choice(n)).argsort(-1)
-        candidates += exam.choice([0, 2**16, 2**31]) + exam.integers(90, rows, 1, 1)
-        fan_out = one_hot(exam.integers(K + 1, rows, exam.randint(fewest, 7)), K + 1).sum(1)
-        guesses = exam.call(cache.likely_outcomes, candidates, fan_out)
+        places = exam.numbers(rows, K + 1, exam.choice(n)).argsort(-1)
+        least_id = exam.choice([0, 2**16, 2**31]) + exam.integers(90, rows, 1, 1)
+        ks = exam.integers(K + 1, rows, exam.randint(fewest, 7))  # [rows, budget]
+        fan_out = one_hot(ks, K + 1).sum(1)
+        guesses = exam.call(cache.likely_outcomes, least_id + places, fan_out)
         pairs = torch.stack([guesses.num_accepted, guesses.bonus], -1)  # by name: an `Outcome`
         exam.says("", [sorted(row) for row in pairs.tolist()])
 
@@ -269,23 +279,27 @@ def ask_matches(exam):
 
 
 def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
+    """Each row asks for one of its own guesses, or misses it by its bonus token."""
     for rows, width in itertools.product(counts * times, (0, 3)):
-        n, K = exam.randint(2, 12), exam.randint(1, 3)
-        k, bonus = exam.integers(3, rows, n), exam.integers(4, rows, n)
+        n = exam.randint(2, 12)
+        K = exam.randint(1, 3)
+        k = exam.integers(3, rows, n)
+        bonus = exam.integers(4, rows, n)
         k[exam.numbers(rows, n) < 0.1] = NO_OUTCOME
-        first, taken = exam.choice([0, 2**16, 2**31]), exam.integers(n, rows, 1)
-        found_k, found_bonus = (part.gather(1, taken)[:, 0] for part in (k.clamp(min=0), bonus))
-        miss = exam.choice([1, 2**16]) * exam.integers(2, rows)
-        outcome = Outcome(found_k, first + found_bonus + miss)
+        least_id = exam.choice([0, 2**16, 2**31])
+        asked = exam.integers(n, rows, 1)
+        missed_by = exam.choice([1, 2**16]) * exam.integers(2, rows)
+        outcome = Outcome(k.clamp(min=0).gather(1, asked)[:, 0],
+                          least_id + bonus.gather(1, asked)[:, 0] + missed_by)
         tokens = (10 * k + bonus)[..., None] + 100 * torch.arange(K)  # of equal guesses the same
-        prepared = SpeculationCache(Outcome(k, first + bonus), tokens,
-                                    tokens[..., None] + 0.1 * torch.arange(width))
-        found, q, hit = exam.call(SpeculationCache.look_up, prepared, outcome)
+        q = tokens[..., None] + 0.1 * torch.arange(width)
+        prepared = SpeculationCache(Outcome(k, least_id + bonus), tokens, q)
+        found, found_q, hit = exam.call(SpeculationCache.look_up, prepared, outcome)
         exam.says("hits of ", hit, of="hits")
         exam.says("hits are booleans; ", hit.dtype == torch.bool, of="hits")
         hit = hit.bool()
-        for part, value in ("tokens", found[hit]), ("q", q[hit]):
-            exam.says(f"hits' {part} of ", value, of="prepared")
+        exam.says("hits' tokens of ", found[hit], of="prepared")
+        exam.says("hits' q of ", found_q[hit], of="prepared")
 
 
 # ---- 7 and 8: the embedded draft, and random texts ----
@@ -337,7 +351,8 @@ TREE = draft_worker.Tree(
 def ask_tree_layout(exam, rows=2, K=3, n=4):
     """What each branch sees, in which order the slots may be."""
     draft, _, _ = start(exam, [[n] + [0] * K] * 2, rows)
-    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + 2
+    k = exam.integers(K + 1, rows, n)
+    trunk = int(draft.length.max()) + K + 2
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
     ids = tree.slots.flatten().tolist()
     own = {slot: trunk + place for place, slot in enumerate(ids)}
@@ -368,7 +383,8 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
     """Both functions together."""
     draft, texts, in_flight = start(exam, [[n] + [0] * K] * 2, rows)
     draft.trunk_pass(in_flight)
-    k, trunk = exam.integers(K + 1, rows, n), int(draft.length.max()) + K + beyond
+    k = exam.integers(K + 1, rows, n)
+    trunk = int(draft.length.max()) + K + beyond
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
     say_passes(exam, tree, k, texts, in_flight.tokens)
 
@@ -376,7 +392,8 @@ def ask_tree(exam, rows=2, K=3, n=4, beyond=0):
 def say_passes(exam, tree, k, texts: list[list[int]], drafted) -> None:
     """Note every branch of a tree, for k `[B, n]` accepted ones of the `drafted` tokens `[B, K]`,
     against an ordinary forward pass over its own text."""
-    K, (rows, n) = len(tree.slots), k.shape
+    K = len(tree.slots)
+    rows, n = k.shape
     tokens = exam.integers(WORDS, K, rows, n)
     logits = []
     for step in [*range(K)] * 2:  # again: what an earlier tree left must not be seen
@@ -444,24 +461,37 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0),
         exam.says("the number of trunk passes; ", draft.trunk_pass.call_count, of="stays")
         after = [draft.text, draft.length, draft.plan.fan_out == shapes]
         exam.says("text, length and fan-outs stay; ", same([*before, True], after), of="stays")
-        pairs = torch.stack([*cached.guesses], -1).tolist()
-        guesses = [sorted((k, bonus, n) for n, (k, bonus) in enumerate(row) if k != NO_OUTCOME)
-                   for row in pairs]
+        guesses = numbered(cached.guesses)
         for row, source in enumerate(in_flight.source):
             exam.says(f"row {row}: guesses (k, t*), sorted, by the fan-out {shapes[source]} (in "
                       "round 0 all for k = 0); ", [pair[:2] for pair in guesses[row]], of="guesses")
-        K, V = len(shapes[0]) - 1, len(draft.q_template)
-        exam.says("the shapes of guesses [B, n], tokens [B, n, K], and q [B, n, K, V], V = 0 if "
-                  "greedy; ", [*cached.guesses.bonus.shape, *cached.tokens.shape, *cached.q.shape],
-                  0, lambda mine, _, last=(K, V): [*mine[:2] * 2, last[0], *mine[:2], *last], "q")
+        K = len(shapes[0]) - 1
+        say_shapes(exam, cached, K, V=len(draft.q_template))
         exam.says("tokens are integers; ", not is_real(cached.tokens), of="q")
-        if not cached.tokens.shape[1:] == cached.q.shape[1:3] == (len(pairs[0]), K):
+        if not cached.tokens.shape[1:] == cached.q.shape[1:3] == (cached.guesses.bonus.shape[1], K):
             continue  # their shapes are wrong
         for row, step in itertools.product(range(rows), range(K)):
             for k, bonus, branch in guesses[row]:
                 text = texts[row] + in_flight.tokens[row, :k].tolist() + [bonus]
                 say_step(exam, text, cached.tokens[row, branch, :step + 1].tolist(),
                          plain(cached.q[row, branch, step]), shapes[PRIMARY][step])
+
+
+def numbered(guesses: Outcome) -> list[list[tuple[int, int, int]]]:
+    """Of each row the guesses (k, t*) with their number, sorted; without those of nothing."""
+    rows = torch.stack([*guesses], -1).tolist()
+    return [sorted((k, bonus, number) for number, (k, bonus) in enumerate(row) if k != NO_OUTCOME)
+            for row in rows]
+
+
+def say_shapes(exam, cached: SpeculationCache, K: int, V: int) -> None:
+    """Note the shapes of a cache. How many rows and guesses it has is asked elsewhere."""
+    def right(mine, _):
+        rows_and_guesses = mine[:2]
+        return [*rows_and_guesses, *rows_and_guesses, K, *rows_and_guesses, K, V]
+    exam.says("the shapes of guesses [B, n], tokens [B, n, K], and q [B, n, K, V], V = 0 if "
+              "greedy; ", [*cached.guesses.bonus.shape, *cached.tokens.shape, *cached.q.shape],
+              0, right, "q")
 
 
 def say_step(exam, text: list[int], tokens: list[int], q: list[float], F: int) -> None:
