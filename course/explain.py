@@ -62,13 +62,23 @@ class Round(NamedTuple):
         tokens (greedy: the draft's q), p and q of t*, and q of the guesses."""
         place = range(len(self.drafted))
         sent = self.sent if self.sent.shape[-1] else self.q
-        p, sent = (part[place, self.drafted].tolist() for part in (self.p, sent))
-        p_bonus, q_bonus = (float(part[self.outcome]) for part in (self.p, self.q))
-        prepared = [[*guess, float(self.q[guess]), branch]
-                    for guess, branch in self.prepared.items()]
-        return {"drafted": self.drafted, "outcome": self.outcome, "hit": self.hit, "p": p,
-                "sent": sent, "uniforms": self.uniforms.tolist(), "p_bonus": p_bonus,
-                "q_bonus": q_bonus, "prepared": prepared}
+        prepared = [[k, bonus, float(self.q[k, bonus]), branch]
+                    for (k, bonus), branch in self.prepared.items()]
+        return {"drafted": self.drafted, "outcome": self.outcome, "hit": self.hit,
+                "p": self.p[place, self.drafted].tolist(),
+                "sent": sent[place, self.drafted].tolist(),
+                "uniforms": self.uniforms.tolist(),
+                "p_bonus": float(self.p[self.outcome]), "q_bonus": float(self.q[self.outcome]),
+                "prepared": prepared}
+
+
+def prepared_for(cache: SpeculationCache, row: int) -> dict[tuple[int, int], list[int]]:
+    """The guesses (k, t*) of a row, and the tokens that were prepared for each."""
+    ks = cache.guesses.num_accepted[row].tolist()
+    bonuses = cache.guesses.bonus[row].tolist()
+    branches = cache.tokens[row].tolist()
+    return {(k, bonus): branch for k, bonus, branch in zip(ks, bonuses, branches)
+            if k != NO_OUTCOME}
 
 
 class Narrator:
@@ -110,11 +120,12 @@ class Narrator:
         p = self.distributions(self.target.model, speculation.tokens)
         q = self.distributions(self.draft.model, speculation.tokens)
         uniforms = self.uniforms.draw(*p.shape[:2])
-        for row, source, drafted, k, bonus, _ in self.sequences.last_round:
-            guesses = zip(*(part[row].tolist() for part in (*cache.guesses, cache.tokens)))
-            prepared = {(k, token): branch for k, token, branch in guesses if k != NO_OUTCOME}
-            yield Round(row, drafted, source, (k, bonus), prepared, p[row], q[row],
-                        speculation.q[row].cpu(), uniforms[row])
+        for seen in self.sequences.last_round:
+            row = seen.row
+            outcome = (seen.num_accepted, seen.bonus)
+            sent = speculation.q[row].cpu()
+            yield Round(row, seen.drafted, seen.source, outcome, prepared_for(cache, row), p[row],
+                        q[row], sent, uniforms[row])
 
     def tell(self, number: int, rounds: list[Round]) -> None:
         """Print a round, row by row: the outcomes guessed and what was prepared, the outcome."""
@@ -144,11 +155,13 @@ class Narrator:
         shown.setdefault(told.outcome, "(not guessed)")
         self.say(f"{'accepted':>35} | {'bonus t*':<{WORD}}     q  prepared for this outcome")
         for (k, token), text in shown.items():
-            is_outcome = (k, token) == told.outcome
-            arrow = "-->" if is_outcome else ""
-            self.say(f"  {arrow:3} k={k:<2}{self.words(told.drafted[:k])[-24:]:>25} | "
-                     f"{self.words([token]):<{WORD}} {told.q[k, token]:.3f}  {text}",
-                     style if is_outcome else "")
+            accepted = self.words(told.drafted[:k])[-24:]
+            line = (f"k={k:<2}{accepted:>25} | {self.words([token]):<{WORD}} "
+                    f"{told.q[k, token]:.3f}  {text}")
+            if (k, token) == told.outcome:
+                self.say(f"  --> {line}", style)
+            else:
+                self.say(f"      {line}")
 
     def tell_draws(self, told: Round) -> None:
         """Print token by token, up to the rejection: p, the draft's q, the one sent to the
@@ -157,13 +170,16 @@ class Narrator:
         if told.drafted:
             self.say("     drafted            p      q   sent      u  accepted if u < p / sent")
         for i, token in enumerate(told.drafted[:k + 1]):
-            p_s, q_s, sent_s = (part[i, token] for part in (told.p, told.q, told.sent))
+            p = told.p[i, token]
+            sent = told.sent[i, token]
             verdict = "accepted" if i < k else "rejected"
-            self.say(f"  s_{i + 1:<2} {self.words([token]):<{WORD}} {p_s:.3f}  {q_s:.3f}  "
-                     f"{sent_s:.3f}  {told.uniforms[i]:.3f}  {p_s / sent_s:.3f}: {verdict}")
+            self.say(f"  s_{i + 1:<2} {self.words([token]):<{WORD}} {p:.3f}  "
+                     f"{told.q[i, token]:.3f}  {sent:.3f}  {told.uniforms[i]:.3f}  "
+                     f"{p / sent:.3f}: {verdict}")
         name = "the residual" if k < len(told.drafted) else "p"
-        likeliest = [f"{self.words([int(token)])} {share:.3f}"
-                     for share, token in zip(*told.bonus_distribution().topk(3))]
+        bonus_distribution = told.bonus_distribution()
+        likeliest = [f"{self.words([token])} {bonus_distribution[token]:.3f}"
+                     for token in bonus_distribution.topk(3).indices.tolist()]
         self.say(f"  t*   from {name}, by token id, with u = {told.uniforms[-1]:.3f}; "
                  f"likeliest: {'  '.join(likeliest)}")
 
