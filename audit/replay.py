@@ -92,26 +92,29 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
         own = p.gather(-1, token[:, None])
         number = torch.arange(vocab_size, device=p.device)
         likelier = (p > own) | (p == own) & (number < token[:, None])
-        uniform = (p * likelier).sum(-1) + inside * own.squeeze(-1)
         is_argmax = (number == p.argmax(-1, keepdim=True)).double()
         log_p = p.clamp(min=1e-300).log()
-        nth = p.sort(descending=True).values
-        parts.append((uniform, surprise(is_argmax, p, token), surprise(log_p, p, token),
-                      *id_ranges(p, token), recall(memory[0], row, p, token),
-                      recall(memory[1], row, nth, likelier.sum(-1)),
-                      own.squeeze(-1) > 0, near_tie))
-    uniform, *others = (torch.cat(part).cpu() for part in zip(*parts))
-    previous = torch.cat([torch.tensor([-1.0]), uniform[:-1]])
-    return Replayed(uniform, previous, torch.arange(len(tokens)), *others)
+        likeliest_first = p.sort(descending=True).values
+        ids, p_ids = id_ranges(p, token)
+        parts.append({
+            "uniform": (p * likelier).sum(-1) + inside * own.squeeze(-1),
+            "argmax": surprise(is_argmax, p, token), "log_p": surprise(log_p, p, token),
+            "ids": ids, "p_ids": p_ids, "next_id": recall(memory[0], row, p, token),
+            "next_nth": recall(memory[1], row, likeliest_first, likelier.sum(-1)),
+            "possible": own.squeeze(-1) > 0, "near_tie": near_tie})
+    told = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    previous = torch.cat([torch.tensor([-1.0]), told["uniform"][:-1]])
+    return Replayed(previous=previous, place=torch.arange(len(tokens)), **told)
 
 
 def outside_by_rounding(logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor,
                         warpers: LogitsProcessorList, precision: float) -> torch.Tensor:
     """Return which tokens `[T]` have p = 0, but would have been let in with a logit raised by
     `rounding`."""
-    raised = logits.scatter_add(-1, tokens[:, None], rounding(logits, precision)[:, None])
-    let_in = warpers(None, raised).gather(-1, tokens[:, None]) > -torch.inf
-    outside = p.gather(-1, tokens[:, None]) == 0
+    own = tokens[:, None]
+    raised = logits.scatter_add(-1, own, rounding(logits, precision)[:, None])
+    let_in = warpers(None, raised).gather(-1, own) > -torch.inf
+    outside = p.gather(-1, own) == 0
     return (outside & let_in).squeeze(-1)
 
 
