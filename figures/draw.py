@@ -178,11 +178,13 @@ def batch(found: list[dict], axes) -> None:
 def critical_batch(found: list[dict]) -> float:
     """b* by what was counted with each backup. The theorem has one p_hit, and random tokens raise
     it: that counts here as more tokens after a backup."""
-    neural, random = [[f for f in found if f["backup"] == name] for name in ("neural", "random")]
-    p, E, E_neural, T_p, T_b = [neural[0][name] or 0.0 for name in (
-        "hit_rate", "E_hit", "E_miss", "T_p", "T_b")]
-    E_fast = (random[0]["tokens_per_round"] - p * E) / max(1 - p, 1e-9)
-    return critical_batch_size(p, E, E_neural, E_fast, T_p, T_b, 0.0)
+    neural = next(f for f in found if f["backup"] == "neural")
+    random = next(f for f in found if f["backup"] == "random")
+    p = neural["hit_rate"] or 0.0
+    E_hit = neural["E_hit"] or 0.0
+    E_fast = (random["tokens_per_round"] - p * E_hit) / max(1 - p, 1e-9)
+    return critical_batch_size(p, E_hit, neural["E_miss"] or 0.0, E_fast, neural["T_p"],
+                               T_neural=neural["T_b"], T_fast=0.0)
 
 
 DEVICES = {"AR": 4, "SD": 4, "SSD, neural backup": 5, "SSD, random backup": 5}  # the paper's
@@ -252,8 +254,8 @@ def growth(found: list[dict], axes) -> None:
     passes = [name.format(found[0]["lookahead"] + 1, found[0]["budget"]) for name in PASSES]
     for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
         rows = [f for f in found if f["name"] == axis]
-        ax.set_prop_cycle(color=PASSES.values())
-        ax.loglog([f[axis] for f in rows], [[f[name] for name in passes] for f in rows], ".-")
+        for name, colour in zip(passes, PASSES.values()):
+            ax.loglog([f[axis] for f in rows], [f[name] for f in rows], ".-", color=colour)
         ax.set(xlabel=axis, ylabel="ms", ylim=(found[0]["sampling"] / 60, None))  # for a legend
     axes[0].legend(passes, loc="lower left")
 
