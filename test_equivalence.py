@@ -547,7 +547,7 @@ class RandomRun:
         self.choices = dict(
             lookahead=self.lookahead, budget=choose.choice((0, 1, 7, 100)), seed=seed,
             fan_out=choose.choice((*cache.FAN_OUT_POLICIES, *SPECULATORS, by_hand)),
-            backup=choose.choice(("neural", "lookup", "random", "auto")),
+            backup=choose.choice((*draft_worker.BACKUPS, "auto")),
             downweight=choose.choice((0.0, 0.5, 1.0)),
             max_new_tokens=choose.choice((1, 5, 40)) if self.greedy else 60,
             temperature=0 if self.greedy else round(choose.uniform(0.6, 1.4), 2),
