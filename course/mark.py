@@ -20,6 +20,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -195,7 +196,8 @@ def cell(text: object) -> str:
     return printable(str(text)).replace("\t", "\\t").replace("\n", "\\n")
 
 
-def main() -> None:
+def arguments() -> Namespace:
+    """Return what the command line says."""
     parser = Parser(description="Mark submissions.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
     parser.add_argument("--csv", help="write points and remarks to this file")
@@ -210,7 +212,20 @@ def main() -> None:
         parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
     if args.results and len(args.folders) > 1:
         parser.error("--results is for one submission: name one FOLDER")
-    numbers = list(dict.fromkeys(args.only))
+    args.only = list(dict.fromkeys(args.only))
+    return args
+
+
+def for_gradescope(marks: dict[str, tuple[int, str]]) -> dict:
+    """Return the points and remarks of the exercises as Gradescope reads them."""
+    return {"tests": [{"name": f"{number}. {EXERCISES[number]['title']}", "score": points,
+                       "max_score": EXERCISES[number]["points"], "output": cell(remark)[:700]}
+                      for number, (points, remark) in marks.items()]}
+
+
+def main() -> None:
+    args = arguments()
+    numbers = args.only
     sys.stdout.reconfigure(errors="backslashreplace")  # a name may not be in its encoding
     with (open_for_writing("--csv", args.csv) as file,
           open_for_writing("--results", args.results) as results,
@@ -223,14 +238,13 @@ def main() -> None:
         table.writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
             name = cell(submission)
-            marks = pool.map(partial(marker.grade, submission), numbers)
-            points, remarks = zip(*marker.progress(marks, name, total=len(numbers)))
-            tests = [{"name": f"{number}. {EXERCISES[number]['title']}", "score": score,
-                      "max_score": EXERCISES[number]["points"], "output": cell(remark)[:700]}
-                     for number, score, remark in zip(numbers, points, remarks)]
-            json.dump({"tests": tests}, results)
+            graded = pool.map(partial(marker.grade, submission), numbers)
+            graded = [*marker.progress(graded, name, total=len(numbers))]
+            marks = dict(zip(numbers, graded))
+            json.dump(for_gradescope(marks), results)
+            points = [worth for worth, _ in graded]
             said = [cell(f"{number}: {remark}")[:700]
-                    for number, remark in zip(numbers, remarks) if remark]
+                    for number, (_, remark) in marks.items() if remark]
             if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
                 name = f"./{name}"
             table.writerow([name, *points, sum(points), args.seed, "; ".join(said)])
