@@ -176,8 +176,8 @@ class CausalLM:
         rows = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
         tokens = to_device(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), self.device)
         for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-            self.causal(tokens[:, start:start + PREFILL_CHUNK], torch.full((len(prompts),), start),
-                        logits=False)
+            piece = tokens[:, start:start + PREFILL_CHUNK]
+            self.causal(piece, torch.full((len(prompts),), start), logits=False)
 
     @property
     def eos_tokens(self) -> list[int]:
