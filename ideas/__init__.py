@@ -1,5 +1,5 @@
-"""Ideas beyond the paper, one in each file. Every module in this folder is imported (so tests stand
-elsewhere), and adds itself, by a name that an option takes, to one of these:
+"""Ideas beyond the paper, one in each file. Every module in this folder is imported (so its test
+stands in test_equivalence.py), and adds itself, by a name that an option takes, to one of these:
 
     --backup        draft_worker.BACKUPS    who drafts after a miss: (draft) -> tokens, q
     --fan-out       cache.FAN_OUT_POLICIES  F_0..F_K of all rounds: (budget, K, a, r) -> K+1 ints
