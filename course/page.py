@@ -31,9 +31,15 @@ from saguaro import Sequences
 TRACE = r'(?<=<script id="trace" type="application/json">).*(?=</script>)'  # one long line
 
 
+def check_pace(kept: float | None) -> None:
+    """Raise `UserError` if more than 2% of the passes were late; None: there was no pace."""
+    if kept is not None and kept < 0.98:
+        raise UserError(f"{kept:.0%} of the passes kept --pace; a page needs 98%, so none is "
+                        "written: let nothing else run meanwhile, or choose a slower pace")
+
+
 def timed(bench: Bench, line: dict) -> dict:
-    """Decode as for this line of the comparison. Rank 0 gets rounds and spans, in seconds. Raises
-    `UserError` if more than 2% of the passes were late."""
+    """Decode as for this line of the comparison. Rank 0 gets rounds and spans, in seconds."""
     text = bench.prompts[:1]
     decoder = bench.decoder(bench.settings_of(Point("", 0, line["with"])), False, text)
     rounds = []
@@ -41,10 +47,8 @@ def timed(bench: Bench, line: dict) -> dict:
         warm_up(decoder.settings, decoder.models, text)
         decoder(text, lambda row, new, source: rounds.append(
             {"time": time.perf_counter(), "new": new, "source": source}))
-    kept = decoder.stats.summary()["pace_kept"]
-    if bench.leads and kept is not None and kept < 0.98:
-        raise UserError(f"{kept:.0%} of the passes kept --pace; a page needs 98%, so none is "
-                        "written: let nothing else run meanwhile, or choose a slower pace")
+    if bench.leads:
+        check_pace(decoder.stats.pace_kept())
     spans = [(span.work, span.start, span.end) for span in decoder.stats.spans]
     return {"launch": line, "rounds": rounds, "spans": spans}
 
