@@ -1,10 +1,8 @@
 """Slow motion: rounds are shown whole, and in which words."""
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -89,11 +87,3 @@ def test_the_lecturer_has_the_counts_of_the_figure():
         numbers = [f"{f[name]:{form}}" for f in found
                    if f["sweep"] == "downweight" and f["predicted"]]
         assert f"| {' | '.join(numbers)} |" in text, name
-
-
-@pytest.mark.slow
-def test_help_is_there_at_once(tmp_path):
-    (tmp_path / "torch.py").write_text("raise ImportError('this would take seconds')")
-    run = subprocess.run([sys.executable, "-m", "course.explain", "--help"], cwd=ROOT, text=True,
-                         capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0 and "--pause" in run.stdout and "--color" in run.stdout
