@@ -548,30 +548,44 @@ def ask_draws(exam, rows=6, shape=(1, 1, 1, 1, 1), rounds=5, above=0.5, empty=Fa
     exam.says(twice, len(found.unique()), of="all")
 
 
+def outcomes_and_replies(exam, rows, rounds, apart) -> tuple[list[Outcome], list[Speculation]]:
+    """What target and draft say in turn. All rows are finished in the same round, `rounds` or
+    before; or `apart`, most of them early."""
+    last = exam.randint(rounds // 2, rounds)
+    ends = [exam.randrange(3) if apart else last for _ in range(rows - 1)] + [last]
+    ends = exam.sample(ends, rows)  # the round in which each row is finished
+    ks = [[FINISHED if number >= end else exam.choice([0, 0, 1, 2]) for end in ends]
+          for number in range(max(ends) + 1)]
+    outcomes = [Outcome(torch.tensor(k), exam.integers(99, rows)) for k in ks]
+    replies = [Speculation(exam.integers(99, rows, 2), torch.zeros(rows, 2, 0),
+                           exam.integers(2, rows)) for _ in outcomes[1:]]
+    return outcomes, replies
+
+
+def recorder(draft, channel, outcomes: list, replies: list[Speculation]) -> mock.Mock:
+    """What records the calls of a draft and a channel that give these, one after the other."""
+    calls = mock.Mock()
+    for side, name, results in (
+            (draft, "start", [None]), (draft, "speculate", replies),
+            (draft, "pre_speculate", [f"cache {number}" for number in range(len(outcomes))]),
+            (channel, "receive_outcome", outcomes),
+            (channel, "send_speculation", [None] * len(replies))):
+        results = [*results, AssertionError(f"`{name}` is asked after all rows had finished")]
+        setattr(side, name, mock.create_autospec(getattr(side, name), side_effect=results))
+        calls.attach_mock(getattr(side, name), name)
+    return calls
+
+
 def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
     """The calls of `serve`: the order and the arguments of those of the first three rounds, and how
-    it ends. All rows are finished in the same round, `rounds` or before; or `apart`, most of them
-    early. If `gone`, the channel breaks instead of saying so."""
+    it ends. If `gone`, the channel breaks instead of saying so."""
     for rows in counts:
-        last = exam.randint(rounds // 2, rounds)
-        ends = [exam.randrange(3) if apart else last for _ in range(rows - 1)] + [last]
-        ends = exam.sample(ends, rows)  # the round in which each row is finished
-        ks = [[FINISHED if number >= end else exam.choice([0, 0, 1, 2]) for end in ends]
-              for number in range(max(ends) + 1)]
-        v = [Outcome(torch.tensor(k), exam.integers(99, rows)) for k in ks]
-        s = [Speculation(exam.integers(99, rows, 2), torch.zeros(rows, 2, 0),
-                         exam.integers(2, rows)) for _ in v[1:]]
+        outcomes, replies = outcomes_and_replies(exam, rows, rounds, apart)
         draft, texts, _ = start(exam, [[1, 1, 1]] * 2, rows)
         channel = saguaro.Channel(mock.Mock(), 2, exam.numbers(0))
-        ranks = mock.Mock()
-        for side, name, results in (
-                (draft, "start", [None]), (draft, "speculate", s),
-                (draft, "pre_speculate", [f"cache {number}" for number in range(len(v))]),
-                (channel, "receive_outcome", [*v[:-1], OSError()] if gone and rows > 1 else v),
-                (channel, "send_speculation", [None] * len(s))):
-            results = [*results, AssertionError(f"`{name}` is asked after all rows had finished")]
-            setattr(side, name, mock.create_autospec(getattr(side, name), side_effect=results))
-            ranks.attach_mock(getattr(side, name), name)
+        heard = [*outcomes[:-1], OSError()] if gone and rows > 1 else outcomes
+        recorded = recorder(draft, channel, heard, replies)
+        ks = [outcome.num_accepted.tolist() for outcome in outcomes]
         end = "it returned"
         try:
             exam.call(saguaro.serve, draft, channel, texts, exam.randint(20, 40))
@@ -581,11 +595,11 @@ def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
             end = str(problem)
         exam.arguments = f"rows whose k are, round by round, {str(ks):.300}"
         calls = {}  # by name, their arguments as they are in the end: nobody may change them
-        for name, given, named in ranks.mock_calls:
+        for name, given, named in recorded.mock_calls:
             called = getattr(draft if hasattr(draft, name) else channel, name)
             arguments = inspect.signature(called).bind(*given, **named).arguments
             calls.setdefault(name, []).append(", ".join(map(as_text, arguments.values())))
-        order = [name for name, *_ in ranks.mock_calls]
+        order = [name for name, *_ in recorded.mock_calls]
         exam.says(f"its {len(order)} calls of `serve`, and then; ", [len(order), end], of="end")
         exam.says("the calls of `start`; ", calls.pop("start", []), of="end")
         order = [name for name in order if name != "start"]
