@@ -89,7 +89,8 @@ def start_second_rank(module: str) -> None:
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
                    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
                    STORE: store}
-    # not what a debugger was started with; and no terminal's Ctrl-C ends it before it tidies up
+    # sys.argv names this program, also in a debugger. In a session of its own the rank is not ended
+    # by a terminal's Ctrl-C before it has tidied up.
     program = ["-m", module] if "." in module else sys.argv[:1]
     draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
                              env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},

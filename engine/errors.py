@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-# all but tab and newline; what turns text around; half characters, and others not for XML
+# control characters but tab and newline; what reverses text; surrogates, and what XML forbids
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069"
                      r"\ud800-\udfff\ufffe\uffff]")
 LACKS = ("out of memory", "allocate memory",  # of a GPU, of the host
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 def first_line(problem: Exception) -> str:
     """Return the first line of a library's error message, and the second if the first ends in a
-    colon. Of a Git LFS pointer, which everybody meets once, and of a key it would not help."""
+    colon. What is said of a Git LFS pointer, by safetensors, and of a missing key is made plain."""
     if "deserializing header" in str(problem):  # by safetensors
         return ("it holds no weights: a download that broke off, or a Git LFS pointer, of about "
                 "130 bytes, for which `git lfs pull` fetches the file")

@@ -28,7 +28,7 @@ class Placement:
 
     def __init__(self, settings: DecodingSettings):
         alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        # of who is alone the others may be another program's words: RANK=16, of a LoRA
+        # whoever is alone reads none of them: RANK=16 may be the rank of somebody's LoRA
         given = {} if is_alone() else os.environ
         self.rank, self.world_size, local_rank, local_world_size = (
             int(given.get(name, value)) for name, value in alone.items())

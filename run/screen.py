@@ -69,7 +69,7 @@ class Display:
 
     def write(self, text: str, style: str) -> None:
         text = printable(text)
-        if self.colours:  # of whitespace nothing but underlines would be seen
+        if self.colours:  # words alone: of a styled blank one would see the underline
             text = re.sub(r"\S+", f"{style}\\g<0>{self.PLAIN}", text)
         print(text, end="", flush=True)
 
