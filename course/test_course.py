@@ -943,17 +943,6 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch,
         page.main(PageSettings(out=out))
 
 
-def test_an_exercise_named_twice_counts_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["mark.py", str(tmp_path), "--only", "6", "6"])
-    mark.main()
-    assert "\n6\ttotal\tsubmission\n0\t0\t" in capsys.readouterr().out
-    handout_of = tmp_path / "of 6"
-    monkeypatch.setattr(grading, "expected", lambda name: solution(name, grading.SEED))
-    monkeypatch.setattr(sys, "argv", ["handout.py", str(handout_of), "--only", "6", "6"])
-    handout.main()
-    assert "These are 11 points" in (handout_of / "SHEET.md").read_text("utf-8")
-
-
 @pytest.mark.parametrize("module", (handout, mark))
 def test_no_answer_is_measured_by_an_error_of_the_solution(tmp_path, monkeypatch, capsys, module):
     install(monkeypatch, "cache.throughput", with_body("cache.throughput", "return {}['x']"))

@@ -7,7 +7,6 @@ these, too.
 """
 import copy
 import gc
-import importlib
 import itertools
 import json
 import os
@@ -30,7 +29,6 @@ import transformers
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import engine.attention
 import engine.model
 import run.decoder
 from audit.evidence import ALPHA, audit_groups
@@ -257,17 +255,6 @@ def test_who_waits_in_vain_says_for_what_and_gives_up(capsys, monkeypatch):
     hint, end = capsys.readouterr().err.splitlines()
     assert hint == "it waits for NCCL" and statuses == [2]
     assert end.endswith(": error: 0.4 seconds are over: it waits for NCCL")
-
-
-def reload_the_engine() -> list[list[int]]:
-    importlib.reload(engine.attention)
-    importlib.reload(engine.model)
-    return greedy_reference(random_model.__wrapped__(), RAGGED, 4)
-
-
-def test_the_engine_may_be_loaded_again_and_any_model_attends():
-    """As in a notebook, after an edit."""
-    assert in_ranks(1, reload_the_engine) == [greedy_reference(random_model(), RAGGED, 4)]
 
 
 def test_models_are_loaded_one_at_a_time(monkeypatch):
