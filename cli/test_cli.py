@@ -490,6 +490,9 @@ def test_what_cannot_be_continued_gets_one_sentence():
     for wrong, sentence in (
             ("", "prompt 1 of 1 has 0 tokens"), ([], "there is no prompt"),
             ([5], "the tokenizer cannot read the prompts"),
+            ([("x", "y")], "they must be a text, or a list of texts"),  # tokenizers know pairs
+            (numpy.array(["x", "y"]), "they must be a text, or a list of texts"),
+            (None, "they must be a text, or a list of texts"),
             (["x", "x " * 600], "prompt 2 of 2 has 601 tokens; it must have at least 1, and")):
         with pytest.raises(UserError, match=sentence):
             saguaro(wrong)

@@ -35,7 +35,7 @@ class Saguaro:
         """Do as a call does, with models that are kept `alone` already."""
         job = self.job
         prompts = []
-        if self.decoder.leads and texts:
+        if self.decoder.leads:
             prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template)
         if self.decoder.channel:
             prompts, *_ = gather(prompts)

@@ -127,6 +127,11 @@ def open_model(flag: str, path: str):
 def encode(tokenizer, texts: list[str], chat: bool) -> list[list[int]]:
     """Return the prompts as token ids; with `chat` each is a user turn of the chat template."""
     with reported_as(f"the {'chat template' if chat else 'tokenizer'} cannot read the prompts"):
+        # a tokenizer would make one prompt of a pair, and a template a text of anything
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("they must be a text, or a list of texts")
+        if not texts:
+            return []
         if not chat:
             return tokenizer(texts)["input_ids"]
         for user_turn in (turn_of_text, turn_of_parts):  # templates may ignore one of them
