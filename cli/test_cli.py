@@ -28,7 +28,7 @@ from dataclasses import asdict, fields, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Callable, NoReturn
 
 import huggingface_hub
 import matplotlib
@@ -505,6 +505,50 @@ def test_what_cannot_be_continued_gets_one_sentence():
     assert saguaro.stats.summary()["tokens"] == 8, "those of both texts"
     with pytest.raises(UserError, match="options .* by name: .* argument 'temprature'"):
         Saguaro(temprature=1)
+
+
+def go_on_after_errors() -> list[str]:
+    """A rank's job: what it is told of errors that one rank alone has found, then what it writes,
+    and what it is told of a batch within a batch and behind one that broke off."""
+    saguaro, other = (Saguaro(max_new_tokens=8, dtype="float64") for _ in range(2))
+    leads = saguaro.decoder.leads
+    said = []
+
+    def attempt(texts, on_text: Callable = lambda *_: None, write: Callable = saguaro) -> None:
+        try:
+            said.append(write(texts, on_text))
+        except (UserError, KeyboardInterrupt, ZeroDivisionError) as problem:
+            said.append(str(problem))
+
+    def fail(*_) -> None:
+        raise KeyboardInterrupt("the client is gone")
+
+    attempt([5])
+    attempt(["x", "y"], fail if leads else lambda *_: None)
+    attempt(["x", "y"], lambda *_: None if leads else fail())
+    attempt("x", lambda *_: leads and len(said) == 3 and attempt("y", write=other))
+    if leads:
+        saguaro.decoder.target.model.forward_fn = lambda *_: 1 / 0
+        attempt("x")
+        attempt("x")
+    else:
+        with suppress(RuntimeError):  # the other is gone
+            saguaro("x")
+    return said
+
+
+@slow
+def test_what_one_rank_has_found_leaves_no_rank_behind():
+    """Else the others would wait for a day, or hear the next text in the place of this one."""
+    first, second = in_ranks(2, go_on_after_errors, seconds=60)
+    text = Saguaro(mode="ar", max_new_tokens=8, dtype="float64")("x")
+    assert first[0] == second[0] and first[0].startswith("the tokenizer cannot read the prompts")
+    failed = "what hears the texts has failed on rank"
+    assert first[1:3] == ["the client is gone", f"{failed} 1"]
+    assert second[1:] == [f"{failed} 0", "the client is gone", text]
+    assert first[4] == text and first[5] == "division by zero"
+    assert first[3] == first[6]
+    assert first[3] == "these ranks are decoding another batch, or one broke off: end all"
 
 
 def test_each_text_is_a_user_turn_if_the_settings_say_so():

@@ -2,8 +2,9 @@
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import index
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -13,7 +14,7 @@ from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
 from ideas import ACCEPTANCE_RATES, GUESSERS, SPECULATORS, VERIFICATIONS
 from run.job import Job, Models, check_prompts
-from run.placement import gather
+from run.placement import IN_STEP, gather
 from run.screen import Display
 from run.stats import Stats, TimedRound, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
@@ -25,8 +26,9 @@ STRIDE = 663608941  # of seeds: 2^30 / the golden ratio, odd
 
 class Decoder:
     """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
-    and call it as often. After an error in the middle of a batch, end all: they are out of step.
-    Decoders that share models share their KV: one at a time. `stats` sums over calls."""
+    and call it as often. After an error in the middle of a batch, end all: they are out of step,
+    and another batch is refused. Decoders that share models share their KV: one at a time. `stats`
+    sums over calls."""
 
     def __init__(self, settings: Settings, models: Models):
         self.settings = settings
@@ -89,12 +91,62 @@ class Decoder:
         with ExitStack() as until_done:
             for worker in self.workers:
                 until_done.enter_context(worker.model.for_one())
+            if self.channel:
+                until_done.enter_context(self.in_step())
             yield
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Keep the messages of all decoders apart, or ranks would wait for each other for ever. So
+        they would after a batch that broke off on this rank: the others are still at work on it."""
+        if not IN_STEP.acquire(blocking=False):
+            raise UserError("these ranks are decoding another batch, or one broke off: end all")
+        self.midway = False
+        try:
+            yield
+        finally:
+            if not self.midway:
+                IN_STEP.release()
+
+    def of_rank_0(self, find: Callable) -> Any:
+        """Return on all ranks what `find()` returns on rank 0, or raise the `UserError` that it
+        raises there."""
+        if not self.channel:
+            return find()
+        found = problem = None
+        if self.leads:
+            try:
+                found = find()
+            except UserError as raised:
+                problem = str(raised)
+        found, problem = gather([found, problem])[0]
+        if problem:
+            raise UserError(problem)
+        return found
+
+    @contextmanager
+    def ending_together(self) -> Iterator[None]:
+        """If a rank raises here once its batch has ended, raise on all: none begins the next."""
+        failure = None
+        try:
+            yield
+        except BaseException as problem:
+            if not self.channel or self.midway:
+                raise
+            failure = problem
+        if self.channel:
+            failed = gather(failure is not None)
+            if failure:
+                raise failure
+            if True in failed:
+                raise UserError(f"what hears the texts has failed on rank {failed.index(True)}")
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         """Do as a call does, with models that are kept `alone` already."""
-        prompts = self.prompts_of_rank_0(prompts)
+        prompts = self.of_rank_0(partial(token_ids, prompts))
+        check_prompts(prompts, self.models.context, self.models.vocab_size)  # on all ranks alike
         self.models.set_pace(self.settings.pace)
+        self.midway = True
         self.begin_batch()
         sequences = self.sequences = Sequences(prompts, self.settings.max_new_tokens,
                                                self.models.context, self.eos,
@@ -112,21 +164,12 @@ class Decoder:
                 "rounds": rounds, "new_tokens": sequences.new_tokens,
                 "finish_reasons": sequences.finish_reasons}
         ranks = gather(told) if self.channel else [told]
+        self.midway = False
         self.stats.add(ranks)
         self.finish_reasons = ranks[0]["finish_reasons"]
         if failure:
             raise failure
         return ranks[0]["new_tokens"]
-
-    def prompts_of_rank_0(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return them on every rank. Raises `UserError`, on all ranks, if they cannot go on."""
-        if self.leads:
-            with reported_as("prompts must be a list of lists of token ids", TypeError):
-                prompts = [list(map(index, prompt)) for prompt in prompts]
-        if self.channel:
-            prompts, *_ = gather(prompts if self.leads else None)
-        check_prompts(prompts, self.models.context, self.models.vocab_size)
-        return prompts
 
     def begin_batch(self) -> None:
         """Begin with random numbers that follow from the seed and the number of batches before this
@@ -211,6 +254,12 @@ def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
         if len(fan_out) != K + 1 or min(fan_out) < 0 or sum(fan_out) != budget:
             raise ValueError(f"{fan_out} is not {K + 1} numbers, F_0 to F_K, of sum {budget}")
     return [0] * len(fan_out) if settings.mode == "sd" else fan_out
+
+
+def token_ids(prompts) -> list[list[int]]:
+    """Return prompts as lists of Python's numbers."""
+    with reported_as("prompts must be a list of lists of token ids", TypeError):
+        return [list(map(index, prompt)) for prompt in prompts]
 
 
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:

@@ -6,7 +6,6 @@ from cli.settings import Settings
 from engine.errors import reported_as
 from run.decoder import Decoder, batches_of
 from run.job import Job, check_prompts, encode
-from run.placement import gather
 from run.text import TextStream, text_pieces
 
 
@@ -25,7 +24,8 @@ class Saguaro:
                  on_text: Callable[[int, str], None] = lambda *_: None) -> str | list[str]:
         """Return what follows a text, or each of several. All ranks continue those of rank 0, and
         return the same. `on_text` hears the number of a text and a piece of what follows it, which
-        may be empty: on rank 0 once it is verified, on others once the batch has ended."""
+        may be empty: on rank 0 once it is verified, on others once the batch has ended. What it
+        raises ends the call on all ranks: the others raise `UserError`."""
         if isinstance(texts, str):
             return self([texts], on_text)[0]
         with self.decoder.alone():
@@ -34,11 +34,8 @@ class Saguaro:
     def write(self, texts: list[str], on_text: Callable) -> list[str]:
         """Do as a call does, with models that are kept `alone` already."""
         job = self.job
-        prompts = []
-        if self.decoder.leads:
-            prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template)
-        if self.decoder.channel:
-            prompts, *_ = gather(prompts)
+        prompts = self.decoder.of_rank_0(
+            lambda: encode(job.tokenizer, texts, job.settings.apply_chat_template))
         check_prompts(prompts, job.context, job.vocab_size)
         streams = [TextStream(job.tokenizer, prompt) for prompt in prompts]
         written = []
@@ -51,9 +48,10 @@ class Saguaro:
         if self.decoder.draft:
             self.decoder.draft.guess_counts.clear()
         for batch in batches_of(prompts, job.settings.batch_size):
-            found = self.decoder.decode_batch(batch, on_tokens)
-            for number, tokens in enumerate(found, start=len(written)):
-                text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
-                on_text(number, text.removeprefix(streams[number].text))
-                written.append(text)
+            with self.decoder.ending_together():
+                found = self.decoder.decode_batch(batch, on_tokens)
+                for number, tokens in enumerate(found, start=len(written)):
+                    text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
+                    on_text(number, text.removeprefix(streams[number].text))
+                    written.append(text)
         return written

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import sys
+import threading
 import traceback
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,7 @@ from engine.errors import UserError, reported_as
 
 # A rank may load 140 GB, or be stopped by Ctrl-Z. The death of one closes its sockets: at once.
 PATIENCE = timedelta(days=1)
+IN_STEP = threading.Lock()  # held while a batch is decoded by several ranks, see `run.Decoder`
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and in how many
 
 
