@@ -96,7 +96,7 @@ class CausalLM:
         a target its `generation_config`. `vocab_size` is the V of the logits. A draft is given its
         target's, because families pad embeddings differently: it proposes no id beyond V, gives
         ids that it lacks q = 0, and reads its own last id in their place."""
-        self.model = model.eval()
+        self.model = model
         text = model.config.get_text_config()
         if getattr(text, "output_router_logits", False):  # for training: a loss, by another mask
             text.output_router_logits = False
@@ -127,6 +127,7 @@ class CausalLM:
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Make room for a batch: `max_length` slots a row for its text, and `scratch` more.
         Buffers, and the CUDA graphs on them, are kept if they are large enough."""
+        self.model.eval()  # without dropout: somebody may train it between batches
         slots = max_length + scratch
         slots += -slots % 8  # else attention would pad the mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
