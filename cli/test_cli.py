@@ -582,6 +582,13 @@ def test_a_text_that_has_ended_is_not_ended_again():
     assert len(further(RAGGED[:1])[0]) == 20
 
 
+def test_a_decoder_made_in_inference_mode_decodes_outside_of_it():
+    target = random_model()
+    with torch.inference_mode():
+        decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
+    assert decoder(RAGGED) == greedy_reference(target, RAGGED, 20)
+
+
 def test_prompts_may_be_longer_than_those_of_the_job():
     job = Job(Settings(prompt="x", max_new_tokens=4, dtype="float64"))
     models = job.load()

@@ -9,8 +9,9 @@ class GuessCounts:
     `fan_outs` `[2, K+1]` is the sum of the F_0..F_K that an idea has chosen round by round."""
 
     def __init__(self, lookahead: int, num_guesses: int):
-        self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)
-        self.fan_outs = torch.zeros(2, lookahead + 1, dtype=torch.long)
+        with torch.inference_mode(False):  # else a caller's, and nothing can be added outside of it
+            self.table = torch.zeros(2, lookahead + 1, num_guesses + 1, dtype=torch.long)
+            self.fan_outs = torch.zeros(2, lookahead + 1, dtype=torch.long)
         self.last = None  # the guesses of the round under way
 
     def next_round(self, guesses: torch.Tensor, source: torch.Tensor, text: torch.Tensor,
