@@ -70,6 +70,9 @@ def prepare_process() -> None:
     signal.signal(signal.SIGINT, ends)
     if hasattr(signal, "SIGCHLD"):  # where a launcher ignores it, no status would be heard
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # whoever started it has closed it: nobody reads
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     sys.stdout.reconfigure(errors="backslashreplace")
     os.environ["OMP_PROC_BIND"] = "false"  # else importing torch may bind both ranks to one core
     # threads that wait give up their cores sooner: beside busy programs, twice the speed

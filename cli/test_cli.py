@@ -1243,6 +1243,13 @@ def test_a_rank_that_leaves_is_not_held_by_a_store_that_it_has_removed(tmp_path)
     assert run.returncode == 3
 
 
+def test_a_command_with_closed_streams_runs_all_the_same():
+    program = ("from cli import launch; import sys; launch.prepare_process(); print('x'); "
+               "print('x', file=sys.stderr); sys.exit(sys.stdout.isatty() or sys.stderr.isatty())")
+    command = f'exec "$0" -c "{program}" >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable], cwd=ROOT).returncode == 0
+
+
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
     program = "from cli import launch; launch.prepare_process(); print(chr(233))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
