@@ -212,6 +212,8 @@ def arguments() -> Namespace:
         parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
     if args.results and len(args.folders) > 1:
         parser.error("--results is for one submission: name one FOLDER")
+    if not 0 < args.timeout <= 1e6:  # with others no answer runs, and all would get no points
+        parser.error(f"--timeout is {args.timeout}; it must be above 0 and at most a million")
     args.only = list(dict.fromkeys(args.only))
     return args
 

@@ -17,6 +17,7 @@ import pytest
 
 from course import grading, mark
 from course.handout import EXERCISES, ROOT, missing, replaced
+from engine.errors import UserError
 
 LECTURER = (ROOT / "course/LECTURER.md").read_text("utf-8")
 RIGHT = (ROOT / "cache.py").read_text("utf-8")
@@ -222,6 +223,14 @@ run_answer(b"while True: pass", "6", (), (folder, folder), [], 0, 2, {marker.box
     marking.wait()
     _, alive = psutil.wait_procs(answers, 200)  # beside busy programs
     assert not alive
+
+
+@pytest.mark.parametrize("seconds", ("inf", "nan", "0", "-1"))
+def test_a_limit_with_which_no_answer_runs_is_refused(seconds, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mark.py", ".", "--timeout", seconds])
+    monkeypatch.setattr(mark, "Marker", lambda *_: pytest.fail("it would mark"))
+    with pytest.raises(UserError, match="--timeout is"):
+        mark.main()
 
 
 def test_the_table(tmp_path, monkeypatch, capsys):
