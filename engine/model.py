@@ -124,6 +124,7 @@ class CausalLM:
         finally:
             self.at_work.release()
 
+    @torch.inference_mode()
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
         """Make room for a batch: `max_length` slots a row for its text, and `scratch` more.
         Buffers, and the CUDA graphs on them, are kept if they are large enough."""
@@ -132,6 +133,9 @@ class CausalLM:
         slots += -slots % 8  # else attention would pad the mask in every layer
         if self.kv.rows < rows or self.kv.slots < slots:
             self.kv = KVCache(max(rows, self.kv.rows), max(slots, self.kv.slots))
+        for buffers in self.kv.layers.values():
+            for buffer in buffers:  # masks hide what a batch has left, but for NaN: 0 x NaN is NaN
+                buffer[:rows].zero_()
         self.last_position = min(max_length, self.context) - 1
 
     @torch.inference_mode()

@@ -568,6 +568,23 @@ def test_logits_that_overflow_are_reported_in_one_sentence(whose, temperature, d
         decoder(RAGGED)
 
 
+@pytest.mark.parametrize("temperature", (0, 1))
+def test_what_overflows_spoils_no_later_batch(temperature):
+    """No mask hides NaN that a batch has left in the KV from rows of unequal length."""
+    models = [copy.deepcopy(random_model()), imitation(random_model(), 0.1)]
+    decoder = make_decoder(*models, max_new_tokens=8, temperature=temperature)
+    sound = [copy.deepcopy(model.state_dict()) for model in models]
+    for model in models:
+        model.get_input_embeddings().weight.data[39] = torch.inf
+    with pytest.raises(UserError):
+        decoder(4 * [20 * [39]])
+    for model, weights in zip(models, sound):
+        model.load_state_dict(weights)
+    texts = decoder(RAGGED)
+    assert temperature or texts == greedy_reference(random_model(), RAGGED, 8)
+    assert decoder.stats.summary()["acceptance_rate"] > 0.5
+
+
 def test_one_place_that_overflows_is_enough(monkeypatch):
     decoder = make_decoder(random_model(), mode="ar")
     decoder.target.prefill(RAGGED, 30, 3)
