@@ -599,18 +599,18 @@ def main(settings: BenchSettings) -> None:
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
-    results = []
+    whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": []}
     for name in names:
         if name == "comparison":
             found = comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
         else:
             found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
+        whole["results"] += [{"sweep": name} | f for f in found]
+        with open_for_writing("--out", settings.out) as file:  # now: what follows may fail
+            json.dump(whole, file, indent=1)
+        if name != "comparison":
             draw.figure(settings.figures, name, found)
-        results += [{"sweep": name} | f for f in found]
-    whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": results}
     print(f"\n{whole['machine']}")
-    with open_for_writing("--out", settings.out) as file:
-        json.dump(whole, file, indent=1)
     if not any(settings.pace) and "comparison" in names:
         side_by_side(bench)
     gather(None)  # lets rank 1 go

@@ -1346,6 +1346,23 @@ def test_the_benchmark_does_not_write_over_its_prompts(tmp_path):
     assert status == 2 and "it is the file of --prompts" in said
 
 
+def test_what_was_measured_is_kept_where_a_later_sweep_fails(tmp_path, monkeypatch):
+    def lacks(_) -> NoReturn:
+        raise MemoryError
+
+    job = SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]), dtype=torch.float32)
+    out = tmp_path / "out"
+    settings = BenchSettings(sweep=("residual", "growth"), out=str(out), figures=str(tmp_path))
+    bench = bench_with(leads=True, job=job, settings=settings, prompts=[])
+    monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
+    monkeypatch.setattr(bench_py, "UNDECODED",
+                        {"residual": lambda _: [{"name": "C = 1"}], "growth": lacks})
+    monkeypatch.setattr(draw, "figure", lambda *_: None)
+    with pytest.raises(MemoryError):
+        bench_py.main(settings)
+    assert read(out)["results"] == [{"sweep": "residual", "name": "C = 1"}]
+
+
 @slow
 def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
