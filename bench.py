@@ -115,10 +115,10 @@ class Bench:
 
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
-        differ."""
-        return [prompt[:max(1, len(prompt) - 8 * sample)]
+        differ. Short prompts are used up sooner."""
+        return [prompt[:len(prompt) - 8 * sample]
                 for sample in range(1 if self.settings.quick else samples)
-                for prompt in self.prompts[:num_prompts]]
+                for prompt in self.prompts[:num_prompts] if 8 * sample < len(prompt)]
 
     def count(self, point: Point, texts: list[list[int]]) -> Metrics:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is

@@ -1422,6 +1422,13 @@ def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
         assert words[0] == words[1]
 
 
+def test_no_text_of_the_benchmark_is_decoded_twice():
+    bench = bench_with(settings=BenchSettings(), prompts=[[*range(9)], [*range(90, 160)]])
+    texts = bench.texts(2, 8)
+    assert len(texts) == len({*map(tuple, texts)}) == 2 + 8
+    assert min(map(len, texts)) == 1
+
+
 @pytest.mark.parametrize("mode", ("ar", "sd"))
 def test_no_option_of_ssd_reaches_a_baseline(mode):
     """SD drafts with the draft model, whatever SSD's backup, C, budget and fan-out are."""
