@@ -89,6 +89,11 @@ def read_texts(path: str) -> tuple[dict, list[tuple[int, dict]]]:
             raise UserError(f"{path}, line {number}: a text, and settings or statistics: these "
                             "have lines of their own")
         if isinstance(row.get("settings"), dict):
+            above, here = DEFAULTS | settings, DEFAULTS | row["settings"]
+            differ = [name for name in DEFAULTS if settings and here[name] != above[name]]
+            if differ:
+                raise UserError(f"{path}, line {number}: another {', '.join(differ)} than in the "
+                                "settings above: audit these texts apart")
             settings = row["settings"]
         elif "statistics" not in row:
             texts.append((number, row))

@@ -277,6 +277,7 @@ BAD_FILES = {
     '{"prompt_tokens": [1], "tokens": [1], "settings": {}}': "have lines of their own",
     '{"prompt_tokens": [1], "tokens": [1], "statistics": 1}': "have lines of their own",
     json.dumps({"prompt_tokens": [1], "tokens": [1] * 128}): "129 tokens, and the target's context",
+    '{"settings": {"temperature": 1}}\n{"settings": {"temperature": 0.5}}': "another temperature",
     json.dumps({"settings": {"top_k": "\x1b[2J"}}) + '\n{"prompt_tokens": [1], "tokens": [1]}':
         r"\x1b[2J",
 }
