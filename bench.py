@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import json
 import platform
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import date
@@ -346,7 +347,8 @@ def side_by_side(bench: Bench) -> None:
 def command_line(settings: Settings) -> str:
     """Return the command that decodes a text with these settings."""
     chosen = sorted(vars(settings).items() - vars(Settings()).items())
-    words = [f" --{name.replace('_', '-')} {value}".removesuffix(" True") for name, value in chosen]
+    words = [f" --{name.replace('_', '-')} {shlex.quote(str(value))}".removesuffix(" True")
+             for name, value in chosen]
     return "python saguaro.py" + "".join(words)
 
 

@@ -1429,6 +1429,12 @@ def test_no_text_of_the_benchmark_is_decoded_twice():
     assert min(map(len, texts)) == 1
 
 
+def test_a_shell_takes_the_command_that_the_benchmark_names():
+    settings = Settings(target="my models/l'une", apply_chat_template=True, fan_out="1,1,1,1,1")
+    _, _, *words = shlex.split(bench_py.command_line(settings))
+    assert parse(Settings, words) == settings
+
+
 @pytest.mark.parametrize("mode", ("ar", "sd"))
 def test_no_option_of_ssd_reaches_a_baseline(mode):
     """SD drafts with the draft model, whatever SSD's backup, C, budget and fan-out are."""
