@@ -677,6 +677,15 @@ def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
     assert not second.keys() & {"settings", "statistics"}
 
 
+def test_an_output_keeps_what_it_held_until_all_is_loaded_and_names_the_type_used(tmp_path):
+    out = tmp_path / "out"
+    out.write_text("earlier")
+    display = Display(Job(Settings(mode="ar", prompt="x", output=str(out))))
+    assert out.read_text() == "earlier"
+    display.begin()
+    assert read(out)["settings"]["dtype"] == "float32"
+
+
 def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkeypatch):
     files = []
 

@@ -49,13 +49,18 @@ class Display:
         self.groups = defaultdict(list)  # by row of the batch at work, see `group`
         self.waiting = enumerate(zip(job.rows, job.prompts), start=1)  # texts that have not ended
         settings = job.settings
-        self.output = open_for_writing("--output", settings.output, prompts=settings.prompts)
-        self.trace = open_for_writing("--trace", settings.trace, prompts=settings.prompts,
+        # a wrong path is refused now; files keep what they hold until all is loaded
+        self.output = open_for_writing("--output", settings.output, "a", prompts=settings.prompts)
+        self.trace = open_for_writing("--trace", settings.trace, "a", prompts=settings.prompts,
                                       output=settings.output)
-        write_line(self.output, {"settings": asdict(settings)})
 
     def begin(self) -> None:
-        """Show the prompt, if there is one."""
+        """Empty the files, and show the prompt, if there is one."""
+        for file in (self.output, self.trace):
+            if os.path.isfile(file.name):  # not a pipe
+                file.truncate(0)
+        used = {"dtype": str(self.job.dtype).removeprefix("torch.")}  # what auto is here
+        write_line(self.output, {"settings": asdict(self.job.settings) | used})
         total = len(self.job.texts) * self.job.settings.max_new_tokens
         self.bar = tqdm(total=total, unit="token", disable=True if self.streams else None)
         if self.colours:
