@@ -600,8 +600,8 @@ def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
             arguments = inspect.signature(called).bind(*given, **named).arguments
             calls.setdefault(name, []).append(", ".join(map(as_text, arguments.values())))
         order = [name for name, *_ in recorded.mock_calls]
-        exam.says(f"its {len(order)} calls of `serve`, and then; ", [len(order), end], of="end")
         exam.says("the calls of `start`; ", calls.pop("start", []), of="end")
+        exam.says(f"its {len(order)} calls of `serve`, and then; ", [len(order), end], of="end")
         order = [name for name in order if name != "start"]
         for number, name in enumerate(order[:12], start=1):  # of three rounds
             exam.says(f"call {number} of `serve` after `start`; ", name, of="order")
