@@ -520,8 +520,8 @@ def ask_draws(exam, rows=6, shape=(1, 1, 1, 1, 1), rounds=5, above=0.5, empty=Fa
     draft.sampler.downweight = 0.0  # excludes the likeliest token; all others are equally likely
     model().forward_fn = lambda _, tokens, *__: 9 * one_hot(tokens.long() % 8, WORDS).double()
     numbers = itertools.cycle(exam.sample(range(8, WORDS - 1), WORDS - 9))
-    draft.uniforms[PRIMARY].draw = lambda *shape: (above + torch.tensor(
-        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape)) / (WORDS - 1)
+    draft.uniforms[PRIMARY].draw = mock.Mock(side_effect=lambda *shape: (above + torch.tensor(
+        [next(numbers) for _ in range(math.prod(shape))]).double().view(shape)) / (WORDS - 1))
     found = []
     for number in range(rounds):
         speculation = Speculation.empty(rows) if empty and number % 2 else in_flight
@@ -538,6 +538,8 @@ def ask_draws(exam, rows=6, shape=(1, 1, 1, 1, 1), rounds=5, above=0.5, empty=Fa
         exam.says(f"{name} that are not drawn alike; ", len(different), of=name)
 
     def twice(mine, right):
+        if not draft.uniforms[PRIMARY].draw.called:
+            return "no number is from `self.uniforms[PRIMARY]`; "
         places = {}
         for place, token in zip(itertools.product(*map(range, found.shape)), found.flatten()):
             first = places.setdefault(int(token), place)
