@@ -144,6 +144,8 @@ def answers(ask: Callable[[Exam], None], exam: Exam, solved: bool) -> list[Said]
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
         error = f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})"
+        if place.name.startswith("ask_"):  # no line of the answer's
+            error = f"what was returned does not fit: {error}"
         if solved:
             raise UserError(f"the solution itself fails, {error}, in {exam.hint}") from problem
         exam.only = ()
