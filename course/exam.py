@@ -112,9 +112,17 @@ def is_real(numbers) -> bool:
     return torch.as_tensor(numbers).is_floating_point()
 
 
+def rounded(value):
+    """A value with 7 digits of each number: enough to tell numbers that do not agree apart."""
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
 def shown(value) -> str:
     """A value; of a long one the tensor, of which few numbers are printed."""
-    return str(torch.tensor(value) if isinstance(value, list) and len(str(value)) > 300 else value)
+    text = str(rounded(value))
+    return str(torch.tensor(value)) if isinstance(value, list) and len(text) > 300 else text
 
 
 def failure(said: list[Said], yours: list, expected: list) -> str:
