@@ -30,7 +30,7 @@ from pathlib import Path
 from cli import launch
 from cli.settings import Parser, open_for_writing
 from course.handout import EXERCISES, ROOT, missing, replaced, write_program
-from engine.errors import printable
+from engine.errors import UserError, printable
 
 MEGABYTE = 2**20
 LARGEST = 64 * 1024  # bytes of a file that is handed in
@@ -126,6 +126,12 @@ class Marker:
         self.timeout = timeout
         self.folder = folder
         self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
+        for number in numbers:  # else wrong answers would keep points, or have less than none
+            given = EXERCISES[number]["points"]
+            tests = sum(points for other, points, *_ in grading.TESTS.values() if other == number)
+            if given != tests:
+                raise UserError(f"exercise {number} has {given} points in course/handout.toml, but "
+                                f"its tests in course/values.toml have {tests}")
         self.parts = {number: {} for number in numbers}  # by functions: what is said in their tests
         write_program(folder / "program", [*EXERCISES])
         for name, (number, *_) in self.progress(grading.TESTS.items(), "the solution"):

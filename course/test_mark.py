@@ -233,6 +233,12 @@ def test_a_limit_with_which_no_answer_runs_is_refused(seconds, monkeypatch):
         mark.main()
 
 
+def test_points_that_are_not_those_of_the_tests_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(EXERCISES["6"], "points", 20)
+    with pytest.raises(UserError, match="6 has 20 points in .*, but its tests .* have 11"):
+        mark.Marker(["6"], 1, 60, tmp_path)
+
+
 def test_the_table(tmp_path, monkeypatch, capsys):
     """Answers that are right, in an unusual file; missing, unreadable, and in folders whose names
     are two columns, and a formula."""
