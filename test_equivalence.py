@@ -268,6 +268,18 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
         assert len(together.unique()) == len(together) > 900
 
 
+def test_batches_begin_with_seeds_far_apart():
+    """So that those of one seed share no random number with those of seeds nearby."""
+    decoder = make_decoder(random_model(), mode="ar")
+    worker = Mock()
+    decoder.workers = [worker]
+    for _ in range(10_000):
+        decoder.begin_batch()
+    seeds = sorted(call.args[0] for call in worker.manual_seed.call_args_list)
+    apart = [later - seed for seed, later in zip(seeds, [*seeds[1:], 2 ** 30 + seeds[0]])]
+    assert min(apart) > 6000 and 0 <= seeds[0] and seeds[-1] < 2 ** 30
+
+
 @pytest.mark.parametrize("rule", VERIFICATIONS)
 def test_what_a_verification_makes_of_many_drafts_has_the_targets_distribution(rule):
     """Each token, where all before it were accepted."""
