@@ -58,7 +58,7 @@ from run import Saguaro, placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
 from run.screen import Display, print_summary
-from run.stats import Span, Stats, TimedRound
+from run.stats import Span, Stats, TimedRound, choices_of
 from run.text import text_pieces
 from testing.shared import (
     RAGGED,
@@ -183,6 +183,7 @@ def pair(tmp_path_factory) -> list:
 
 WRONG = {  # a command, and what is said about it
     "--fanout uniform": "unrecognized arguments: --fanout (--help lists all options)",
+    "--temp 1": "unrecognized arguments: --temp (--help",  # a later version may have two of these
     "--lookahead 0": "--lookahead is 0; it must be from 1 to 64",
     "--temperature nan": "--temperature is nan",
     "--top-p 1.5": "--top-p is 1.5", "--miss-exponent 0": "--miss-exponent is 0",
@@ -286,6 +287,13 @@ def test_no_report_of_a_library_stands_before_the_sentence(name, sentence, wrong
     assert sentence in the_error((run.returncode, run.stderr))
 
 
+def test_a_folder_that_also_holds_gguf_is_read(tmp_path):
+    """As several of the Hub."""
+    shutil.copytree(TINY / "draft", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "q4.gguf").touch()
+    assert open_model("--draft", str(tmp_path))[0].vocab_size == 2048
+
+
 def test_escape_sequences_of_names_and_libraries_reach_no_terminal(wrong_inputs, tmp_path):
     for words in (["--target", "a\x1b[2J"], ["--output", tmp_path / "\x9b1m" / "x"], ["--\x07"],
                   ["--target", wrong_inputs["ESCAPES"], "--mode", "ar", "--apply-chat-template"]):
@@ -373,6 +381,8 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
         shown = capsys.readouterr().out
         assert ("tokens per second" in shown) == (mode != "ssd") == ("in turns" not in shown)
         assert ("cache hit rate" in shown) == (mode == "ssd") and "hidden" not in shown
+        assert ("drafting (T_SD)" in shown) == (mode == "sd")
+        assert ("fan_out" in summary) == (mode != "ar")
         for job.settings.verification in ("block", "race"):
             print_summary(job, summary)
             assert "acceptance" not in capsys.readouterr().out
@@ -459,7 +469,7 @@ def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
 
 def continue_texts(texts: list[str]) -> list:
     """A rank's job: what follows the texts of rank 0, its pieces together, the counts of this call
-    (of which the one before has none), and what follows the first text alone."""
+    (of which the one before has none), what follows the first text alone, and why that ended."""
     saguaro = Saguaro(max_new_tokens=20, batch_size=2, fan_out="confident", dtype="float64")
     heard = [""] * len(texts)
 
@@ -472,16 +482,18 @@ def continue_texts(texts: list[str]) -> list:
         "tokens", "rounds", "hit_rate", "acceptance_rate", "fan_out", "fan_out_after_backup")}
     rows = sum(len(timed.rows) for timed in saguaro.stats.log)
     assert torch.tensor(saguaro.stats.guess_counts).sum() == rows - 2 * len(texts)
-    return [found, heard, counts, saguaro(texts[0])]
+    assert torch.tensor(saguaro.stats.fan_outs).sum() == 12 * (rows - len(texts))
+    assert len(saguaro.stats.seconds_of("verify")) == counts["rounds"]
+    return [found, heard, counts, saguaro(texts[0]), saguaro.decoder.finish_reasons]
 
 
 def test_a_text_gives_a_text_and_texts_a_list_the_same_on_all_ranks():
     texts = ["def f(x):", "import os\n", "'🦉"]
-    [found, heard, counts, alone] = here = continue_texts(texts)
+    [found, heard, counts, alone, reasons] = here = continue_texts(texts)
     job = Job(Settings(mode="ar", prompt=texts, max_new_tokens=20, dtype="float64"))
     tokens = Decoder(job.settings, job.load())(job.prompts)
     assert found == ["".join(text_pieces(job.tokenizer, *row)) for row in zip(job.prompts, tokens)]
-    assert (heard, alone, counts["tokens"]) == (found, found[0], 60)
+    assert (heard, alone, counts["tokens"], reasons) == (found, found[0], 60, ["length"])
     assert in_ranks(2, continue_texts, texts) == [here, here]
 
 
@@ -603,6 +615,15 @@ def test_models_without_a_draft_do_not_speculate(mode):
         Decoder(Settings(mode=mode), models)
 
 
+def test_the_target_alone_drafts_nothing_though_a_draft_is_loaded():
+    """As in bench.py, whose SD has one."""
+    target = random_model()
+    models = make_decoder(target, target).models
+    decoder = Decoder(Settings(mode="ar", max_new_tokens=9, dtype="float64"), models)
+    decoder(RAGGED)
+    assert decoder.stats.summary()["tokens_per_round"] == 1
+
+
 def test_help_names_every_option_with_its_group_default_and_choices(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(Settings, ["--help"])
@@ -660,6 +681,18 @@ def test_the_output_file_holds_settings_texts_and_statistics(pair, tmp_path):
         assert output["finish_reason"] == "length"
         assert len(output["tokens"]) == len(output["group"]) == 12
         assert output["group"][:2] == ["round 0", "miss 0"]
+
+
+def test_the_statistics_in_the_file_are_json_and_tell_after_what_was_guessed(tmp_path):
+    plan = draft_worker.Plan([[1, 2], [3, 0]], "neural", critical_batch_size=float("inf"))
+    stats = Stats(choices_of(plan, 0.5), guess_counts=[[[1]], [[2]]])
+    display = Display(Job(Settings(prompt="x", output=str(tmp_path / "out"))))
+    display.begin()
+    display.finish(stats)
+    written = (tmp_path / "out").read_text("utf-8")
+    *_, told = read_output(tmp_path / "out")
+    assert (told["guess_counts"], told["guess_counts_after_backup"]) == ([[1]], [[2]])
+    assert told["critical_batch_size"] is None and "Infinity" not in written
 
 
 def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
@@ -726,7 +759,7 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
     log = [TimedRound(0, 0.0, 1.0, [row]), TimedRound(1, 1.0, 1.5, [row])]
     summary = Stats(log=log).summary()
-    assert summary["tokens_per_second"] == 4
+    assert (summary["tokens_per_second"], summary["prefill_seconds"]) == (4, 1)
     summary |= {"T_b": 0.25, "backup": "neural", "tokens_per_round": 3, "hit_rate": 0.5, "E_hit": 3,
                 "E_miss": 2}
     for T_p, told in ((1.004, "hidden behind it"), (1.5, "waits")):
@@ -734,6 +767,8 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
         shown = capsys.readouterr().out
         assert told in shown
     assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by the paper's Th" in shown
+    screen.print_times(Settings(), summary | {"T_p": 0.9, "backup": "lookup"})  # SD has no such T_b
+    assert "predicted" not in capsys.readouterr().out
 
 
 def test_readme_shows_the_summary_that_is_printed_and_words_has_its_words(capsys):
@@ -778,17 +813,21 @@ def test_a_text_is_streamed_whole_characters_and_control_characters_are_shown(
     tokens = several.job.tokenizer(text)["input_ids"]
     several.show(0, tokens, PRIMARY)
     several.end_batch([tokens], ["length"])
-    assert f"{shown_prompt}\n----- continued -----\n{shown}" in capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        f"\n----- prompt 1 -----\n{shown_prompt}\n----- continued -----\n{shown}\n")
 
 
 def test_on_a_terminal_words_have_colours_and_blanks_have_no_line(monkeypatch, capsys):
     monkeypatch.setattr(screen, "can_show_colours", lambda: True)
     display = Display(Job(Settings(mode="ar", prompt="x")))
     display.begin()
-    for token in display.job.tokenizer("a b\n    return c")["input_ids"]:
+    tokens = display.job.tokenizer("a b\n    return c")["input_ids"]
+    for token in tokens:
         display.show(0, [token], PRIMARY)
-    underlined = re.findall(r"\x1b\[94m\x1b\[4m([^\x1b]*)\x1b\[0m", capsys.readouterr().out)
-    assert underlined == ["a", "b", "return", "c"]
+    underlined = re.compile(r"\x1b\[94m\x1b\[4m([^\x1b]*)\x1b\[0m")
+    assert underlined.findall(capsys.readouterr().out) == ["a", "b", "return", "c"]
+    display.show(0, tokens, PRIMARY)
+    assert underlined.findall(capsys.readouterr().out) == ["c"], "the bonus token alone"
 
 
 def decode_by_ideas(folder: Path) -> dict:
@@ -1013,6 +1052,7 @@ def test_no_rank_outlives_the_other(tmp_path):
     *((RuntimeError(f"[transport/tcp/pair.cc:547] {sign}"), 1, "stops: another rank is gone\n")
       for sign in ("Connection reset by peer", "No route to host", "Broken pipe",
                    "Timed out waiting 600000ms for recv operation to complete")),
+    (RuntimeError("can't start new thread"), 2, "lacks memory or threads (can't start new thread)"),
     (MemoryError(), 2, "lacks memory or threads (MemoryError()): allow more, or try more target")))
 def test_a_rank_without_the_others_or_without_memory_ends_with_one_sentence(
         problem, status, sentence, capsys, monkeypatch):
@@ -1260,10 +1300,12 @@ def test_a_command_with_closed_streams_runs_all_the_same():
 
 
 def test_texts_are_printed_whatever_the_encoding_of_the_output_is():
-    program = "from cli import launch; launch.prepare_process(); print(chr(233))"
+    """And a command's ranks choose their own cores and threads: see `Placement`."""
+    program = ("import os; from cli import launch; launch.prepare_process(); print(chr(233), "
+               "*map(os.environ.get, ('OMP_PROC_BIND', 'GOMP_SPINCOUNT')))")
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True,
                          env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert (run.returncode, run.stdout, run.stderr) == (0, b"\\xe9\n", b"")
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"\\xe9 false 10000\n", b"")
 
 
 LINES = {"ar": ["--mode", "ar"], "greedy": ["--backup", "lookup"],
