@@ -1414,6 +1414,12 @@ def test_what_was_measured_is_kept_where_a_later_sweep_fails(tmp_path, monkeypat
     assert read(out)["results"] == [{"sweep": "residual", "name": "C = 1"}]
 
 
+def test_a_launch_that_measures_nothing_leaves_the_results_of_an_earlier_one(tmp_path):
+    (tmp_path / "out").write_text("an earlier launch's")
+    assert obey("bench.py", "--quick", "--out", tmp_path / "out")[0] == 2, "one rank is too few"
+    assert (tmp_path / "out").read_text() == "an earlier launch's"
+
+
 @slow
 def test_the_benchmark_compares_and_draws(pair, tmp_path):
     prompts = tmp_path / "prompts"
@@ -1442,6 +1448,10 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
         assert fastest.budget == best["with"].get("budget", 12)
     figures = {file.name: file.read_text("utf-8") for file in tmp_path.glob("*.svg")}
     assert figures.keys() == {f"{name}.svg" for name in names}
+    growth = [f for f in read(tmp_path / "rows")["results"] if f["sweep"] == "growth"]
+    for f in growth:
+        assert f["T_b"] == pytest.approx(4 * f["draft, 1"] / f["target, 5"])
+        assert f["T_p"] == pytest.approx((f["draft, 5"] + 4 * f["draft, 12"]) / f["target, 5"])
     again = tmp_path / "again"
     again.mkdir()
     redraw(tmp_path / "rows", "--figures", again)
@@ -1539,10 +1549,61 @@ def test_the_benchmark_counts_predicts_and_measures():
     assert not measured["predicted"] and measured["T_v in ms"] == pytest.approx(100)
     assert measured["tokens/s"] == pytest.approx(2 * 8 / 0.25)
     assert measured["verifier_utilisation"] == pytest.approx(2 * 0.2 / 0.5)
+    assert measured["measured / Theorem 7"] == measured["tokens/s"] / measured["Theorem 7"]
+    assert predicted["tokens a verification"] == pytest.approx(2)
+    by_race = {"mode": "sd", "temperature": 1.0, "verification": "race"}
+    assert bench.predict(point.but(**by_race), [[1]])["hit_rate"] is None
+    assert decoded[-1].verification == "race", "its rounds are longer"
     hits = {"hit_rate": 0.5, "E_hit": 4, "E_miss": 4, "T_p": 1, "T_b": 0.8, "backup": "neural"}
     least_and_most = cache.speedup_over_sd_bounds(0.5, 4, 4, T_sd=0.5, T_b=0.8)
     assert bench_py.bounds(hits, {"tokens_per_round": 4, "T_b": 0.5}) == "{:.2f}-{:.2f}".format(
         *least_and_most)
+    for changes in {"T_p": 1.01}, {"E_miss": 3.9}, {"E_miss": 7.3}, {"backup": "lookup"}:
+        assert bench_py.bounds(hits | changes, {"tokens_per_round": 4, "T_b": 0.5}) == ""
+
+
+def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
+    """Of K + 1 = 5 in a pre-speculation, of which the trunk is one, and K in a backup."""
+    works = {"verify": 0.2, "trunk": 0.03, "tree": 0.06, "backup": 0.04}
+    stats = Stats(spans=[Span(0, work, 0.0, end, 1, None) for work, end in works.items()])
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), decode=lambda *_: [stats, stats],
+                       texts=lambda *_: [])
+    assert bench.times(Settings()) == pytest.approx((200, 18, 10))
+
+
+def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypatch):
+    monkeypatch.setattr(bench_py, "gather", lambda _: None)
+    decoded = []
+    bench = bench_with(settings=BenchSettings(), stats={}, take_turns=lambda ways, texts: (
+        decoded.append(len(texts)) or [len(texts)] * len(ways)))
+    points = [bench_py.Point("", 0, {"budget": budget}) for budget in (4, 4, 8)]
+    found = [bench.decode(points, texts) for texts in ([1], [1, 2], [1])]
+    assert found == [[1] * 3, [2] * 3, [1] * 3] and decoded == [1, 2]
+
+
+def test_the_comparison_divides_by_what_its_columns_say():
+    """Speeds are 1, 2, ... of what is decoded in the order of lines."""
+    bench = bench_with(settings=BenchSettings(quick=True), texts=lambda *size: size)
+    counts = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
+              "T_b": 0.5, "backup": "neural", "Theorem 7": 3.0}
+    measured = []
+
+    def measure(points, texts):
+        measured.append(texts)
+        return [counts | {"name": point.name, "with": point.changes, "tokens/s": float(number)}
+                for number, point in enumerate(points, start=1)]
+
+    bench.measure = measure
+    greedy, sampled = bench_py.comparison(bench, 0.0), bench_py.comparison(bench, 0.7)
+    assert measured == [bench_py.GREEDY, bench_py.SAMPLED]
+    together = {"budget": 64, "fan_out": "confident", "backup": "lookup", "lookahead": 4}
+    assert greedy[-1]["with"] == together | {"temperature": 0.0}
+    assert sampled[-1]["with"] == together | {"temperature": 0.7, "verification": "race"}
+    by_block, = [f["tokens/s"] for f in sampled if f["name"] == "SD, block"]
+    for f in greedy + sampled:
+        rule = f["with"].get("verification", "token")
+        assert (f["/ AR"], f["/ SD"]) == (f["tokens/s"], f["tokens/s"] / 2)
+        assert f["/ SD, block"] == (None if rule == "token" else f["tokens/s"] / by_block)
 
 
 def test_the_benchmark_says_how_far_a_speed_may_be_off():
