@@ -183,6 +183,9 @@ def test_threads_are_the_cores_of_a_rank_unless_somebody_chose(monkeypatch, thre
             assert threads.pop() == expected
             Placement(Settings(mode="ar", device="cpu", pace=(60, 8)))
             assert threads.pop() == 1
+    quota.write_text("300000 100000")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert placement.threads_for(8, 2) == 1, "of the container's three"
     monkeypatch.delenv("GOMP_SPINCOUNT")  # a script, or a notebook: its threads are its own
     Placement(Settings(mode="ar"))
     assert not threads
@@ -628,6 +631,14 @@ def test_heads_share_keys_and_logits_are_those_of_transformers(family, changes, 
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", mistake)  # keys of other heads
         with pytest.raises(UserError, match="give other logits"):
             check_model(model)
+
+
+@pytest.mark.parametrize("mask, options, ours", (
+    (torch.zeros(2, 1, 3, 5), {}, True), (torch.zeros(2, 4, 3, 5), {}, False),
+    (torch.ones(2, 1, 3, 5) > 0, {}, False), (torch.zeros(2, 1, 3, 5), {"dropout": 0.1}, False),
+    (torch.zeros(2, 1, 3, 5), {"position_bias": torch.zeros(1)}, False), (None, {}, False)))
+def test_what_another_program_asks_of_attention_is_transformers_affair(mask, options, ours):
+    assert engine.attention.is_ours(mask, options) == ours
 
 
 def test_a_model_that_somebody_else_trains_keeps_its_dropout():
