@@ -199,6 +199,8 @@ def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folde
     assert main([file, "--batch-size", "30"]) == 0
     said = capsys.readouterr().out  # all, round 0, four places after hits and after misses
     assert "Nothing found" in said and f"below {10 * 16 * ALPHA:.0e}." in said
+    tokens, bias = re.search(r"In ([\d,]+) tokens the bins.* bias of (\S+%)", said, re.S).groups()
+    assert bias == f"{would_have_shown(int(tokens.replace(',', ''))):.1%}"
     for flags, said in ((["--temperature", "0.9"], "log p"), (["--top-k", "11"], "impossible"),
                         (["--top-k", "3"], "another tokenizer")):
         assert main([file, *flags]) == 1
@@ -255,6 +257,7 @@ def test_greedy_texts_may_differ_from_the_argmax_by_rounding_alone(dtype, target
     assert main([write_lines(path, texts, None), *flags]) == 0
     report = capsys.readouterr().out
     assert "hit 0" in report and "Nothing found" in report
+    assert min(float(share) for share in re.findall(r"(\S+)%", report)) > 90, "are the argmax"
     texts[1].tokens[70] = (texts[1].tokens[70] + 1) % 40
     assert main([write_lines(path, texts, None), *flags]) == 1
     assert "FOUND" in capsys.readouterr().out
