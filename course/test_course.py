@@ -11,6 +11,7 @@ import functools
 import io
 import keyword
 import os
+import random
 import re
 import subprocess
 import sys
@@ -915,6 +916,7 @@ def test_no_link_of_a_hand_out_is_dead(tmp_path, numbers):
     (mark, "full --seed one", "--seed: invalid int value: 'one'"),
     (mark, "full --only 4 10", "--only: invalid choice: '10'"),
     (mark, "full --csv full", "--csv 'full': Is a directory"),
+    (mark, "full --csv file", "--csv file exists, and marks are not written over: name a new file"),
     (mark, "full file --results new", "--results is for one submission: name one FOLDER"),
     (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
 ])
@@ -941,6 +943,12 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch,
     monkeypatch.setattr(page, "Bench", None)
     with pytest.raises(UserError, match=said):
         page.main(PageSettings(out=out))
+
+
+def test_other_arguments_are_asked_at_each_marking(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mark.py", "."])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda _, stop: stop - 1)
+    assert mark.arguments().seed == 999_999
 
 
 @pytest.mark.parametrize("module", (handout, mark))
