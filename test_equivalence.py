@@ -240,9 +240,11 @@ def test_probabilities_are_those_that_generate_samples_from(temperature, top_k, 
             assert_close(ours, warpers(None, given.to(wide)).softmax(-1), within)
 
 
-def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
+@pytest.mark.parametrize("rule", ("token", "race"))
+def test_a_run_of_one_seed_shares_no_random_number_with_the_next(rule):
     """Nor do target, branches and backups with each other, nor one round or batch with another; nor
-    does the target use one twice, in a batch of one row either."""
+    does the target use one twice, in a batch of one row either. (A racing draft has a copy of the
+    target's.)"""
     drawn = []
     used = []
     draw = UniformStream.draw
@@ -253,12 +255,15 @@ def test_a_run_of_one_seed_shares_no_random_number_with_the_next():
 
     target = random_model()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(UniformStream, "draw", lambda *given: record(drawn, draw(*given)))
-        monkeypatch.setitem(VERIFICATIONS, "token", lambda p, tokens, q, uniforms, *more:
-                            sampling.verify(p, tokens, q, record(used, uniforms), *more))
+        monkeypatch.setattr(UniformStream, "draw", lambda stream, *shape: record(
+            [] if stream is getattr(decoder.draft, "verifier", None) else drawn,
+            draw(stream, *shape)))
+        verify = VERIFICATIONS[rule]
+        monkeypatch.setitem(VERIFICATIONS, rule, lambda p, tokens, q, uniforms: verify(
+            p, tokens, q, record(used, uniforms)))
         for seed in range(2):
             decoder = make_decoder(target, imitation(target, 0.3), temperature=0.8, seed=seed,
-                                   max_new_tokens=30)
+                                   max_new_tokens=30, verification=rule)
             for prompts in (RAGGED, RAGGED[:1], RAGGED[:1]):
                 decoder(prompts)
             assert 0 < decoder.stats.summary()["hit_rate"] < 1
