@@ -1569,6 +1569,8 @@ def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), decode=lambda *_: [stats, stats],
                        texts=lambda *_: [])
     assert bench.times(Settings()) == pytest.approx((200, 18, 10))
+    summary = stats.summary()
+    assert (summary["T_p"], summary["T_b"]) == pytest.approx((0.45, 0.2))
 
 
 def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypatch):
@@ -1607,14 +1609,15 @@ def test_the_comparison_divides_by_what_its_columns_say():
 
 
 def test_the_benchmark_says_how_far_a_speed_may_be_off():
-    """Two texts, of 2 and 4 tokens in a second, at half the pace; the last batch lacks a row."""
+    """Two texts, of 2 tokens in a second and 4 in three, at half the pace; the last batch lacks a
+    row."""
     log = []
-    for new_tokens in ([1, 2], [1, 2, 3, 4]):
+    for new_tokens, seconds in ([1, 2], 1.0), ([1, 2, 3, 4], 3.0):
         row = RowRound(0, PRIMARY, [], 0, 0, new_tokens)
-        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, 1.0, [row])]
+        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
     assert bench_py.speed_of(Stats(log=log[:2]), 1, 1.0) == (2, None)
     log += [TimedRound(0, 0.0, 1.0, []), TimedRound(1, 0.0, 1.0, [])]
-    assert bench_py.speed_of(Stats(log=log), 1, 2.0) == pytest.approx((6, 2))
+    assert bench_py.speed_of(Stats(log=log), 1, 2.0) == pytest.approx((3, 0.5))
 
 
 @pytest.mark.parametrize("kept, late", ((0.0, True), (0.94, True), (0.95, False), (None, False)))
