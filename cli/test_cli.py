@@ -766,7 +766,7 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
         screen.print_times(Settings(batch_size=2), summary | {"T_p": T_p})
         shown = capsys.readouterr().out
         assert told in shown
-    assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by the paper's Th" in shown
+    assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by Theorem 7" in shown
     screen.print_times(Settings(), summary | {"T_p": 0.9, "backup": "lookup"})  # SD has no such T_b
     assert "predicted" not in capsys.readouterr().out
 
@@ -786,8 +786,10 @@ def test_readme_shows_the_summary_that_is_printed_and_words_has_its_words(capsys
     for word in ("prefill", "bonus token", "acceptance rate", "hit", "outcome", "verification",
                  "utilisation", "pre-speculat", "T_p", "backup", "T_b", "AR", "SD", "fan-out"):
         assert word in shown and word.lower() in table, word
-    print_summary(job, summary | {"fan_out_after_backup": [3] * 5})
-    assert "[2, 2, 2, 2, 4]; after neural backup [3, 3, 3, 3, 3]\n" in capsys.readouterr().out
+    print_summary(job, summary | {"T_p": 1.5, "fan_out_after_backup": [3] * 5})
+    shown = capsys.readouterr().out
+    assert re.search(r"F_K +\[2, 2, 2, 2, 4\]\n  after neural backup +\[3, 3, 3, 3, 3\]\n", shown)
+    assert max(map(len, shown.splitlines())) <= 80  # a terminal's width
 
 
 def test_the_trace_numbers_the_prompts_of_all_batches():

@@ -150,8 +150,10 @@ def print_summary(job, summary: dict[str, Any]) -> None:
                    f"of a verification, each round, {summary.get('backup')}")
     if settings.mode == "ssd":
         print_times(settings, summary)
-        shapes = dict.fromkeys([str(summary["fan_out"]), str(summary["fan_out_after_backup"])])
-        print_line("fan-out, F_0..F_K", "", "", f"; after {summary['backup']} backup ".join(shapes))
+        shape, after_backup = summary["fan_out"], summary["fan_out_after_backup"]
+        print_line("fan-out, F_0..F_K", "", "", str(shape))
+        if after_backup != shape:
+            print_line(f"after {summary['backup']} backup", "", "", str(after_backup))
     if {*job.placement.devices} != {"cpu"}:
         print_line("devices", "", "", ", ".join(job.placement.devices))
     kept = summary["pace_kept"]
@@ -175,11 +177,11 @@ def print_times(settings: DecodingSettings, summary: dict[str, Any]) -> None:
         print("  one process was target and draft in turns: times would mean nothing")
         return
     late = T_p is not None and round(T_p, 2) > 1
-    hidden = "the target waits, less with a smaller K" if late else "hidden behind it"
+    hidden = "the target waits: lower K" if late else "hidden behind it"
     print_line("pre-speculation (T_p)", T_p, ".2f", f"of a verification: {hidden}")
     print_line(f"{summary['backup']} backup (T_b)", T_b, ".2f", "of a verification, after a miss")
     if T_b is not None and summary["backup"] == "neural":
         sd = throughput(0, 0, summary["tokens_per_round"], 1, T_b)  # its T_SD is this T_b
         over_ar = theorem_7(summary, settings.batch_size)
         print_line("predicted speed", over_ar, ".2f",
-                   f"x AR, {over_ar / sd:.2f} x SD with this K, by the paper's Theorem 7")
+                   f"x AR, {over_ar / sd:.2f} x SD with this K, by Theorem 7")
