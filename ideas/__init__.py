@@ -20,7 +20,7 @@ Streams of an idea's own begin anew in `manual_seed`, as in race.py.
 A new verification needs a proof of its own. The audit finds broken rules; this takes minutes:
 
     for i in $(seq 8); do cat tiny/prompts.jsonl; done > 8x.jsonl
-    python saguaro.py --temperature 1 --backup NAME --prompts 8x.jsonl --batch-size 16 --output FILE
+    python saguaro.py --temperature 1 --OPTION NAME --prompts 8x.jsonl --batch-size 16 --output FILE
     python -m audit FILE --temperature 1
 """
 from importlib import import_module
