@@ -8,7 +8,8 @@ travel. They are broadcast to all ranks, in a fixed order:
     rank 0:  prefill | send v0 |                receive s1 | verify s1 | send v1 |          ...
     last:    prefill, pre-speculate | receive v0, send s1 | pre-speculate | receive v1, send s2 ...
 
-Unlike the paper's draft, ours does not speculate from the prompt: it first guesses v0.
+Unlike the paper's draft, ours does not speculate from the prompt, for which the target would wait:
+while the target reads the prompt, it guesses v0.
 
 Algorithm 1                                        here
 -----------                                        ----
