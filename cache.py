@@ -110,7 +110,8 @@ def geometric_fan_out(budget: int, lookahead: int, acceptance_rate: float,
     """Return the F_0..F_K of sum `budget` that minimise the misses sum_k P(k) F_k^-r (Thm. 12).
 
     For r <= 1 this is Theorem 12's closed form wherever that is integral. The theorem says nothing
-    of F = 0, `power_law` does: with a small budget F_k = 0 for the unlikeliest k.
+    of F = 0, `power_law` does: with a small budget F_k = 0 for the unlikeliest k, and for r > 1
+    even for some where the theorem has 1.
 
     >>> geometric_fan_out(budget=35, lookahead=1, acceptance_rate=9/25, miss_exponent=1.0)
     [20, 15]
