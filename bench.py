@@ -21,7 +21,7 @@ import json
 import platform
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from itertools import zip_longest
 from pathlib import Path
@@ -597,7 +597,7 @@ def main(settings: BenchSettings) -> None:
     if settings.quick:
         bench.prompts = bench.prompts[:3]
     if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
-        settings.pace = (0.0, 0.0)
+        bench.settings = settings = replace(settings, pace=(0.0, 0.0))
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)

@@ -1,14 +1,15 @@
 """Processes: starting the second rank, a rank that died, the one sentence of an error.
 
-torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself: under
-torchrun the error of a wrong file is 46 lines and status 1, not one sentence and status 2, and a
-start takes a third more CPU time (measured). The standard input of the draft's rank is a pipe in
-which nothing is written: it closes when rank 0 ends, however that ends. The two meet in a file that
-no other account may read.
+torchrun starts all ranks. `python saguaro.py` is rank 0, and starts the draft's rank itself, as
+`run.Saguaro` does: under torchrun the error of a wrong file is 46 lines and status 1, not one
+sentence and status 2, and a start takes a third more CPU time (measured). The standard input of the
+draft's rank is a pipe, which closes when rank 0 ends, however that ends. The two meet in a file
+that no other account may read.
 """
 import builtins
 import gc
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator
 
-from cli.settings import DecodingSettings, parse
+from cli.settings import DecodingSettings, Settings, parse
 from engine import PRIVATE, until_exit
 from engine.errors import UserError, first_line, lacks_memory, printable
 
@@ -28,15 +29,18 @@ STORE = "SAGUARO_STORE"  # set where rank 0 has started rank 1: the file in whic
 WAS_STARTED = STORE in os.environ and os.environ.get("RANK") == "1"  # this rank, by rank 0
 GRACE = 2  # seconds in which rank 0 may itself find the fault that ends the draft's rank
 REQUIRED = ("torch", "transformers", "tqdm", "matplotlib")  # imported by commands
-GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out")
+GONE = ("closed by peer", "reset by peer", "broken pipe", "no route", "timed out",
+        "another rank is gone")  # of gloo, and of `run.placement`
+RANK_0 = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
-def launch(kind: type[DecodingSettings], module: str) -> None:
-    """Run `module.main(settings)` as this program; never returns. First the settings are parsed and
-    the second rank is started, then the module is imported: torch takes seconds."""
+def launch(kind: type[DecodingSettings], module: str, read: Callable = parse) -> None:
+    """Run `module.main(settings)` as this program; never returns. First `read` gives the settings
+    and the second rank is started, then the module is imported: torch takes seconds."""
     def main() -> None:
         prepare_process()
-        settings = parse(kind)
+        settings = read(kind)
         if WAS_STARTED:
             threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and is_alone():
@@ -83,22 +87,39 @@ def prepare_process() -> None:
 
 
 def start_second_rank(module: str) -> None:
-    """Be rank 0 of two, beside a rank 1 that runs the same command, and leaves when this process
-    has ended. They use nothing but this machine's loopback."""
+    """Be rank 0 of two, beside a rank 1 that runs the same command."""
+    os.environ |= RANK_0 | LOOPBACK | {STORE: new_store()}
+    # sys.argv names this program, also in a debugger
+    program = ["-m", module] if "." in module else sys.argv[:1]
+    draft = start_rank_1([*program, *sys.argv[1:]], {})
+    threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
+
+
+def new_store() -> str:
+    """Return the path of a new file in which two ranks can meet."""
     # not in a folder of its own: once that is removed, a store that is opened or closed looks for
     # it for five minutes, in which no other thread of its process can run
     opened, store = tempfile.mkstemp(prefix=PRIVATE)
     os.close(opened)
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0",
-                   "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-                   STORE: store}
-    # sys.argv names this program, also in a debugger. In a session of its own the rank is not ended
-    # by a terminal's Ctrl-C before it has tidied up.
-    program = ["-m", module] if "." in module else sys.argv[:1]
-    draft = subprocess.Popen([sys.executable, *program, *sys.argv[1:]], start_new_session=True,
-                             env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
+    return store
+
+
+def start_rank_1(program: list[str], environment: dict[str, str]) -> subprocess.Popen:
+    """Start a program of Python's as rank 1 beside this process, with its environment but for the
+    given variables. It leaves when its standard input closes. Both use nothing but loopback."""
+    environment = os.environ | RANK_0 | LOOPBACK | environment | {"RANK": "1", "LOCAL_RANK": "1"}
+    # in a session of its own it is not ended by a terminal's Ctrl-C before it has tidied up
+    draft = subprocess.Popen([sys.executable, *program], env=environment, start_new_session=True,
                              stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    threading.Thread(target=exit_with_draft, args=(draft,), daemon=True).start()
+    if hasattr(os, "register_at_fork"):  # what is forked from this process would hold it open
+        os.register_at_fork(after_in_child=lambda: draft.stdin.close())
+    return draft
+
+
+def assist() -> None:
+    """Be the draft's process of a `run.Saguaro`, which writes the settings, a line of JSON."""
+    sys.argv[0] = "the draft's process"  # in errors
+    launch(Settings, "run.assist", lambda kind: kind(**json.loads(sys.stdin.readline())))
 
 
 def leave(status: int) -> None:
@@ -138,7 +159,7 @@ def exit_status(main: Callable[[], None]) -> int:
             report(f"error: {name} lacks memory or threads ({first_line(problem)}): allow more, or "
                    "try more target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
             return 2
-        if not any(sign in str(problem).lower() for sign in GONE):
+        if not is_gone(problem):
             raise
         time.sleep(2 * GRACE)  # meanwhile that one, or `exit_with_draft`, reports why
         report(f"{name} stops: another rank is gone")
@@ -146,9 +167,14 @@ def exit_status(main: Callable[[], None]) -> int:
     return 0
 
 
+def is_gone(problem: Exception) -> bool:
+    """Return whether an exception means that another rank has ended."""
+    return any(sign in str(problem).lower() for sign in GONE)
+
+
 def report(problem: Exception | str) -> None:
-    """Print it. The rank that rank 0 has started is slower to speak, and ends with rank 0."""
-    time.sleep(GRACE * WAS_STARTED)
+    """Print it. Where all ranks meet an error rank 0 speaks, and the others end with it."""
+    time.sleep(0 if os.environ.get("RANK", "0") == "0" else GRACE)
     print(printable(f"{Path(sys.argv[0]).name}: {problem}"), file=sys.stderr, flush=True)
 
 

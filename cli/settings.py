@@ -5,10 +5,11 @@ Importing torch takes seconds, so nothing here does: a wrong flag or --help is a
 import argparse
 import math
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TextIO, get_args
+from typing import Any, TextIO, get_args
 
 from engine.errors import UserError, read_json_lines, reported_as
 
@@ -40,9 +41,10 @@ def pace_option(default: tuple[float, float] | None, more: str = ""):
         nargs=2, metavar=("TARGET_MS", "DRAFT_MS"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class DecodingSettings:
-    """Holds the options that all commands share."""
+    """Holds the options that all commands share. What was checked cannot be changed:
+    `dataclasses.replace` makes other settings of it."""
     target: str = option(
         "models", str(TINY / "target"), "target model: a Hugging Face Hub id or a folder")
     draft: str = option("models", str(TINY / "draft"), "draft model with the target's tokenizer")
@@ -96,15 +98,12 @@ class DecodingSettings:
 
     def __post_init__(self):
         """Raises `UserError` for the first value that makes no sense, wherever it was set."""
+        values = vars(self)  # whose attributes cannot be assigned
         by_hand = str(self.fan_out).split(",")
         if all(F.isdecimal() for F in by_hand):
-            self.budget = sum(map(int, by_hand))  # has the range of --budget
+            values["budget"] = sum(map(int, by_hand))  # has the range of --budget
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            several = "nargs" in entry.metadata["form"]
-            values = value if several and isinstance(value, (tuple, list)) else [value]
-            values = tuple(checked_value(entry, one) for one in values)
-            setattr(self, entry.name, values if several else values[0])
+            values[entry.name] = checked(entry, values[entry.name])
         if 0 < self.temperature < 1e-6:
             raise UserError(f"--temperature is {self.temperature}; it must be 0 or at least 1e-6")
         if self.prompt and self.prompts is not None:
@@ -122,11 +121,22 @@ def value_type(entry) -> type:
     return parts[0] if parts else entry.type
 
 
+def checked(entry, value) -> Any:
+    """Return the value of a field, or the values of one that has several, as `checked_value`."""
+    number = entry.metadata["form"].get("nargs")  # None: one value; "+": any number
+    if value is entry.default:
+        return value
+    if number is None:
+        return checked_value(entry, value)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    if number not in ("+", len(values)):
+        raise UserError(f"argument --{entry.name}: expected {number} values, but got {value!r}")
+    return tuple(checked_value(entry, value) for value in values)
+
+
 def checked_value(entry, value) -> int | float | str | bool | None:
     """Return a value as its field's type; NumPy's numbers and paths are taken, too. Raises
     `UserError` for one of another type, out of the field's range, or none of its choices."""
-    if value is None and entry.default is None:
-        return None
     name = f"--{entry.name.replace('_', '-')}"
     kind = value_type(entry)
     if not isinstance(value, KINDS[kind]):
@@ -140,7 +150,7 @@ def checked_value(entry, value) -> int | float | str | bool | None:
     return kind(value)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings(DecodingSettings):
     """Speculative speculative decoding: while the target verifies, the draft works ahead."""
 
@@ -219,10 +229,32 @@ def read_prompts(settings: DecodingSettings) -> list[dict]:
 
 
 def open_for_writing(flag: str, path: str | None, mode="w", **others: str | None) -> TextIO:
-    """Open a file, or without a path one that keeps nothing. Raises `UserError`, naming `flag`, if
-    that fails, or would lose the file of one of the `others`, such as `prompts`."""
+    """Open a file, or without a path one that keeps nothing; with mode "a" it keeps what it holds.
+    Raises `UserError`, naming `flag`, if that fails, if another run has opened it and is still at
+    work, or if it would lose the file of one of the `others`, such as `prompts`."""
     with reported_as(f"{flag} {path!r}", (OSError, ValueError)):
         for name, other in others.items():
             if path and other and os.path.isfile(path) and os.path.samefile(path, other):
                 raise ValueError(f"it is the file of --{name}")
-        return open(os.devnull if path is None else path, mode, encoding="utf-8")
+        file = open(os.devnull if path is None else path, "a", encoding="utf-8")
+        if os.path.isfile(file.name):  # not a pipe
+            lock(file)
+            if mode == "w":
+                file.truncate(0)
+        return file
+
+
+def lock(file: TextIO) -> None:
+    """Keep other runs from a file until it is closed. Raises ValueError if one has it."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+            os.lseek(file.fileno(), 2 ** 30, os.SEEK_SET)  # a byte that nobody reads meanwhile
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise ValueError("another run is writing it") from None
+    except OSError:
+        pass  # this file system has no locks

@@ -54,12 +54,11 @@ from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from ideas import SPECULATORS, VERIFICATIONS
-from run import Saguaro, placement, screen
+from run import placement, screen
 from run.decoder import Decoder, make_plan
 from run.job import Job, encode, open_model
 from run.screen import Display, print_summary
 from run.stats import Span, Stats, TimedRound, choices_of
-from run.text import text_pieces
 from testing.shared import (
     RAGGED,
     greedy_reference,
@@ -324,6 +323,7 @@ def test_what_a_library_raises_is_one_sentence_unless_memory_is_too_small(proble
     (dict(fan_out=[4, 3]), "--fan-out: invalid str value: [4, 3]"),
     (dict(ignore_eos="false"), "--ignore-eos: invalid bool value: 'false'"),
     (dict(prompt=("a", 1)), "--prompt: invalid str value: 1"),
+    (dict(pace=1), "--pace: expected 2 values, but got 1"), (dict(pace=(1, 2, 3)), "--pace: exp"),
     (dict(temperature=1e-9), "must be 0 or at least 1e-6"), (dict(top_p=0), "--top-p is 0")),
     ids=str)
 def test_settings_made_in_python_are_checked_too(wrong, sentence):
@@ -383,7 +383,8 @@ def test_a_few_lines_of_python_decode_a_prompt_in_every_mode(capsys):
         assert ("cache hit rate" in shown) == (mode == "ssd") and "hidden" not in shown
         assert ("drafting (T_SD)" in shown) == (mode == "sd")
         assert ("fan_out" in summary) == (mode != "ar")
-        for job.settings.verification in ("block", "race"):
+        for verification in ("block", "race"):
+            job.settings = replace(job.settings, verification=verification)
             print_summary(job, summary)
             assert "acceptance" not in capsys.readouterr().out
     assert texts[0] == texts[1] == texts[2]
@@ -467,108 +468,46 @@ def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def continue_texts(texts: list[str]) -> list:
-    """A rank's job: what follows the texts of rank 0, its pieces together, the counts of this call
-    (of which the one before has none), what follows the first text alone, and why that ended."""
-    saguaro = Saguaro(max_new_tokens=20, batch_size=2, fan_out="confident", dtype="float64")
-    heard = [""] * len(texts)
-
-    def on_text(number: int, piece: str) -> None:
-        heard[number] += piece
-
-    saguaro("of another call")
-    found = saguaro(texts if saguaro.job.placement.rank == 0 else None, on_text)
-    counts = {name: value for name, value in saguaro.stats.summary().items() if name in (
-        "tokens", "rounds", "hit_rate", "acceptance_rate", "fan_out", "fan_out_after_backup")}
-    rows = sum(len(timed.rows) for timed in saguaro.stats.log)
-    assert torch.tensor(saguaro.stats.guess_counts).sum() == rows - 2 * len(texts)
-    assert torch.tensor(saguaro.stats.fan_outs).sum() == 12 * (rows - len(texts))
-    assert len(saguaro.stats.seconds_of("verify")) == counts["rounds"]
-    return [found, heard, counts, saguaro(texts[0]), saguaro.decoder.finish_reasons]
-
-
-def test_a_text_gives_a_text_and_texts_a_list_the_same_on_all_ranks():
-    texts = ["def f(x):", "import os\n", "'🦉"]
-    [found, heard, counts, alone, reasons] = here = continue_texts(texts)
-    job = Job(Settings(mode="ar", prompt=texts, max_new_tokens=20, dtype="float64"))
-    tokens = Decoder(job.settings, job.load())(job.prompts)
-    assert found == ["".join(text_pieces(job.tokenizer, *row)) for row in zip(job.prompts, tokens)]
-    assert (heard, alone, counts["tokens"], reasons) == (found, found[0], 60, ["length"])
-    assert in_ranks(2, continue_texts, texts) == [here, here]
-
-
-def test_what_cannot_be_continued_gets_one_sentence():
-    saguaro = Saguaro(mode="ar", max_new_tokens=4)
-    for wrong, sentence in (
-            ("", "prompt 1 of 1 has 0 tokens"), ([], "there is no prompt"),
-            ([5], "the tokenizer cannot read the prompts"),
-            ([("x", "y")], "they must be a text, or a list of texts"),  # tokenizers know pairs
-            (numpy.array(["x", "y"]), "they must be a text, or a list of texts"),
-            (None, "they must be a text, or a list of texts"),
-            (["x", "x " * 600], "prompt 2 of 2 has 601 tokens; it must have at least 1, and")):
-        with pytest.raises(UserError, match=sentence):
-            saguaro(wrong)
-
-    def ask_meanwhile(*_) -> None:
-        with pytest.raises(UserError, match="one at a time"):
-            saguaro("z")
-
-    saguaro(["x", "y"], ask_meanwhile)
-    assert saguaro.stats.summary()["tokens"] == 8, "those of both texts"
-    with pytest.raises(UserError, match="options .* by name: .* argument 'temprature'"):
-        Saguaro(temprature=1)
-
-
 def go_on_after_errors() -> list[str]:
     """A rank's job: what it is told of errors that one rank alone has found, then what it writes,
-    and what it is told of a batch within a batch and behind one that broke off."""
-    saguaro, other = (Saguaro(max_new_tokens=8, dtype="float64") for _ in range(2))
-    leads = saguaro.decoder.leads
+    and what it is told of a batch within a batch, behind one that broke off, and of a rank that is
+    gone."""
+    job = Job(Settings(max_new_tokens=8, dtype="float64", device="cpu"))
+    models = job.load()
+    decoder, other = (Decoder(job.settings, models) for _ in range(2))
     said = []
 
-    def attempt(texts, on_text: Callable = lambda *_: None, write: Callable = saguaro) -> None:
+    def attempt(prompts, on_tokens: Callable = lambda *_: None, decoder: Decoder = decoder) -> None:
         try:
-            said.append(write(texts, on_text))
-        except (UserError, KeyboardInterrupt, ZeroDivisionError) as problem:
+            said.append(decoder(prompts, on_tokens))
+        except (UserError, RuntimeError, ZeroDivisionError) as problem:
             said.append(str(problem))
 
-    def fail(*_) -> None:
-        raise KeyboardInterrupt("the client is gone")
-
-    attempt([5])
-    attempt(["x", "y"], fail if leads else lambda *_: None)
-    attempt(["x", "y"], lambda *_: None if leads else fail())
-    attempt("x", lambda *_: leads and len(said) == 3 and attempt("y", write=other))
-    if leads:
-        saguaro.decoder.target.model.forward_fn = lambda *_: 1 / 0
-        attempt("x")
-        attempt("x")
-    else:
-        with suppress(RuntimeError):  # the other is gone
-            saguaro("x")
+    attempt([[1.5]] if decoder.leads else RAGGED[:1])
+    attempt([[]] if decoder.leads else RAGGED[:1])
+    other.target = other.draft = None
+    other.workers = []
+    attempt(RAGGED[:1], lambda *_: len(said) == 2 and attempt(RAGGED[:1], decoder=other))
+    if decoder.leads:
+        decoder.target.model.forward_fn = lambda *_: 1 / 0
+        attempt(RAGGED[:1])
+    attempt(RAGGED[:1])
     return said
 
 
 @slow
 def test_what_one_rank_has_found_leaves_no_rank_behind():
-    """Else the others would wait for a day, or hear the next text in the place of this one."""
+    """Else the others would wait for a day, or hear the next prompt in the place of this one."""
     first, second = in_ranks(2, go_on_after_errors, seconds=60)
-    text = Saguaro(mode="ar", max_new_tokens=8, dtype="float64")("x")
-    assert first[0] == second[0] and first[0].startswith("the tokenizer cannot read the prompts")
-    failed = "what hears the texts has failed on rank"
-    assert first[1:3] == ["the client is gone", f"{failed} 1"]
-    assert second[1:] == [f"{failed} 0", "the client is gone", text]
-    assert first[4] == text and first[5] == "division by zero"
-    assert first[3] == first[6]
-    assert first[3] == "these ranks are decoding another batch, or one broke off: end all"
-
-
-def test_each_text_is_a_user_turn_if_the_settings_say_so():
-    saguaro = Saguaro(mode="ar", max_new_tokens=8)
-    plain = saguaro("<user>Why?")
-    saguaro.job.tokenizer.chat_template = "<user>{{ messages[0].content }}"
-    saguaro.job.settings.apply_chat_template = True
-    assert saguaro("Why?") == plain != saguaro("<user>Why?")
+    job = Job(Settings(mode="ar", max_new_tokens=8, dtype="float64"))
+    text = Decoder(job.settings, job.load())(RAGGED[:1])
+    refused = first[:2]
+    busy = "another decoder of this program is at work with other ranks: one at a time, or take " \
+           "Saguaro(in_turns=True)"
+    broken = "a batch broke off, and the other ranks are still at work on it: end all"
+    assert refused[0].startswith("prompts must be a list of lists") and "0 tokens" in refused[1]
+    assert first == [*refused, busy, text, "division by zero", broken]
+    assert second == [*refused, text, "another rank is gone: its own report says why"]
 
 
 def test_portings_lines_leave_nothing_behind_a_stop_string():

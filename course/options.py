@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from cli.settings import DecodingSettings, option, pace_option
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExplainSettings(DecodingSettings):
     """Rounds of speculative speculative decoding in slow motion: one process, nothing overlaps."""
     mode = "sd"  # no option: one process holds both models
@@ -17,7 +17,7 @@ class ExplainSettings(DecodingSettings):
     color: bool = option("slow motion", False, "colours even where the output is no terminal")
 
 
-@dataclass
+@dataclass(frozen=True)
 class PageSettings(DecodingSettings):
     """Write a page that shows one text, decoded by AR, SD and SSD, with the K, budgets and
     temperatures of figures/results.json; and race.svg beside it, the greedy text as it grows."""

@@ -3,6 +3,9 @@
 A model must be causal, and compute the same through KV slots: a pass over stale slots, and a branch
 in scratch slots, must give the logits of an ordinary forward.
 """
+from contextlib import contextmanager
+from typing import Iterator
+
 import torch
 from torch.compiler import set_stance
 from transformers import DynamicCache
@@ -16,20 +19,16 @@ WINDOWS = {"sliding_window", "attention_chunk_size"}  # in tokens
 
 @torch.inference_mode()
 def check_model(model: CausalLM) -> CausalLM:
-    """Return a model as it is. Raises `UserError` if it is not causal, or if its logits change with
-    slots by more than with transformers' own cache, which is rounding."""
-    config = model.model.config
-    family = config.model_type
+    """Return a model as it is. Raises `UserError` if it is not causal, if its logits change with
+    slots by more than with transformers' own cache, which is rounding, or while it is decoded."""
+    family = model.model.config.model_type
     n = min(PROBE, model.context)
     half = n // 2
     vocab_size = model.last_token + 1
     tokens = (7 * torch.arange(n, device=model.device)[None] + 1) % vocab_size
     other_half = (tokens[:, half:] + 1) % vocab_size
     other_ending = torch.cat([tokens[:, :half], other_half], 1)
-    sizes = vars(config.get_text_config())  # masks are made from them in every pass
-    windows = {name: sizes[name] for name in WINDOWS & sizes.keys() if sizes[name]}
-    sizes |= dict.fromkeys(windows, 4)  # they end within the text
-    try:
+    with model.for_one(), short_windows(model) as windows:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
             with set_stance("force_eager"), torch.autocast(model.device.type, enabled=False):
                 plain = model.model(tokens, use_cache=False).logits
@@ -37,9 +36,6 @@ def check_model(model: CausalLM) -> CausalLM:
                 stepwise = token_by_token(model, tokens)
         with reported_as(f"{family} models cannot run with KV slots and tree attention"):
             slotted = through_slots(model, tokens)
-    finally:
-        sizes |= windows
-        model.kv = KVCache(0, 0)  # what was captured has the windows of this text
     if not plain.isfinite().all():
         raise not_finite(f"this {family} model's logits", model.dtype)
     before = plain[:, :half]
@@ -52,6 +48,19 @@ def check_model(model: CausalLM) -> CausalLM:
         raise UserError(f"{given}{family} models give other logits with KV slots and tree "
                         "attention, so their text would be wrong")
     return model
+
+
+@contextmanager
+def short_windows(model: CausalLM) -> Iterator[list[str]]:
+    """Let all windows end within the text in this block. Yields the names of those that it has."""
+    sizes = vars(model.model.config.get_text_config())  # masks are made from them in every pass
+    windows = {name: sizes[name] for name in WINDOWS & sizes.keys() if sizes[name]}
+    sizes |= dict.fromkeys(windows, 4)
+    try:
+        yield list(windows)
+    finally:
+        sizes |= windows
+        model.kv = KVCache(0, 0)  # what was captured has the windows of this text
 
 
 def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
@@ -92,6 +101,7 @@ def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) 
     larger of `rounding` and a last digit. (In 15 families and four types sound models differ by at
     most 1.9 times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
-    digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)  # norms are float32
-    allowed = 8 * max(rounding, digit * rms(expected))
-    return not rms(logits[..., :V] - expected[..., :V]) <= allowed  # so that NaN differs
+    last_digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)
+    allowed = 8 * max(rounding, last_digit * rms(expected))  # norms are in float32
+    distance = rms(logits[..., :V] - expected[..., :V])
+    return not distance <= allowed  # so that NaN differs

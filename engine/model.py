@@ -28,7 +28,8 @@ and a 4-D `attention_mask` is used as it is. Any module with the same call can s
 import inspect
 import re
 import threading
-from contextlib import contextmanager
+import weakref
+from contextlib import ExitStack, contextmanager
 from typing import Callable, Iterator
 
 import torch
@@ -40,6 +41,12 @@ from engine.errors import UserError, reported_as
 from engine.timing import PacedClock
 
 PREFILL_CHUNK = 512  # tokens per prefill pass: bounds the memory of its attention mask
+PENALTIES = {  # of a generation config, which nobody applies here, and what means none
+    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "min_length": 0, "min_new_tokens": 0, "guidance_scale": 1, "min_p": 0, "typical_p": 1}
+IN_USE = weakref.WeakKeyDictionary()  # of each module, by whatever `CausalLM`: see `check_model`
 LOADING = threading.Lock()  # meanwhile transformers changes what all its models share
 
 
@@ -109,6 +116,7 @@ class CausalLM:
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # before 5.24
         self.kv = KVCache(0, 0)
         self.at_work = threading.Lock()
+        self.module_at_work = IN_USE.setdefault(model, threading.RLock())
         # or a `GraphRunner`. It is given this model: two that hold each other would outlive their
         # last user, and so would their CUDA graphs.
         self.forward_fn: Callable[..., torch.Tensor] = CausalLM.forward_eager
@@ -116,13 +124,14 @@ class CausalLM:
 
     @contextmanager
     def for_one(self) -> Iterator[None]:
-        """Keep the KV slots from others in this block. Raises `UserError` if others have them."""
-        if not self.at_work.acquire(blocking=False):
-            raise UserError("these models are decoding another batch: one at a time")
-        try:
+        """Keep the KV slots, and from other threads the module, from others in this block. Raises
+        `UserError` if others have them."""
+        with ExitStack() as until_done:
+            for lock in (self.at_work, self.module_at_work):
+                if not lock.acquire(blocking=False):
+                    raise UserError("these models are decoding another batch: one at a time")
+                until_done.callback(lock.release)
             yield
-        finally:
-            self.at_work.release()
 
     @torch.inference_mode()
     def allocate(self, rows: int, max_length: int, scratch: int) -> None:
@@ -191,6 +200,12 @@ class CausalLM:
         if given is None:
             return []
         return given if isinstance(given, list) else [given]
+
+    @property
+    def penalties(self) -> list[str]:
+        """Return what the generation config asks for, by which the text would be another one."""
+        given = vars(self.model.generation_config)
+        return [name for name, none in PENALTIES.items() if given.get(name) not in (None, none)]
 
 
 def load(path: str, config: PretrainedConfig, dtype: torch.dtype,

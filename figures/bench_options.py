@@ -8,7 +8,7 @@ SWEEPS = ("timeline", "fan-out", "shape", "noise", "downweight", "residual", "ba
           "lookahead", "growth")
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchSettings(DecodingSettings):
     """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes 40
     minutes, and --sweep all longer."""
@@ -27,13 +27,14 @@ class BenchSettings(DecodingSettings):
     predict: bool = option("bench", False, "no measurement: Theorem 7 beside logs of GPUs")
 
     def __post_init__(self):
-        self.pace_is_default = self.pace is None
+        values = vars(self)  # whose attributes cannot be assigned
+        values["pace_is_default"] = self.pace is None
         if self.pace_is_default:
-            self.pace = (75.5, 8.75)
+            values["pace"] = (75.5, 8.75)
         super().__post_init__()
         if any(self.pace) and not all(self.pace):
             raise UserError("--pace: Theorem 7 needs the times of both models; give both, or 0 0")
         if self.quick:
-            self.max_new_tokens = 24
+            values["max_new_tokens"] = 24
         if self.predict:
-            self.mode = "ar"  # one process
+            values["mode"] = "ar"  # one process

@@ -1,7 +1,7 @@
 """Decodes prompts: models, workers and settings, put together around saguaro.py's two columns."""
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from operator import index
 from typing import Any, Callable, Iterator
@@ -14,7 +14,7 @@ from draft_worker import BACKUPS, DraftWorker, Plan
 from engine.errors import UserError, reported_as
 from ideas import ACCEPTANCE_RATES, GUESSERS, SPECULATORS, VERIFICATIONS
 from run.job import Job, Models, check_prompts
-from run.placement import IN_STEP, gather
+from run.placement import BROKEN_OFF, gather, in_turn
 from run.screen import Display
 from run.stats import Stats, TimedRound, choices_of
 from saguaro import Channel, Sequences, TakingTurns, decode, follow, serve
@@ -25,10 +25,10 @@ STRIDE = 663608941  # of seeds: 2^30 / the golden ratio, odd
 
 
 class Decoder:
-    """Decodes in one way, with the models that this rank holds. All ranks make the same decoder,
-    and call it as often. After an error in the middle of a batch, end all: they are out of step,
-    and another batch is refused. Decoders that share models share their KV: one at a time. `stats`
-    sums over calls."""
+    """Decodes in one way, with the models that this rank holds. All ranks of a launcher make the
+    same decoder, and call it as often. After an error in the middle of a batch, end all: they are
+    out of step, and another batch is refused. Decoders that share models share their KV: one at a
+    time. `stats` sums over calls."""
 
     def __init__(self, settings: Settings, models: Models):
         self.settings = settings
@@ -43,13 +43,19 @@ class Decoder:
             self.verification = "token"  # nothing is drawn, so there is nothing to foresee
         plan = make_plan(settings)
         drafts = models.draft and self.lookahead
-        several = self.placement and self.placement.world_size > 1
+        if drafts and models.draft is models.target:
+            raise UserError("target and draft need a CausalLM each, since each has its own KV")
         # what is None is another rank's work, or nobody's
         self.target = self.make_target() if models.target else None
         self.draft = self.make_draft(plan) if drafts else None
         self.workers = [worker for worker in (self.target, self.draft) if worker]
+        several = self.placement and self.placement.world_size > 1
+        if settings.mode != "ssd" or models.target and models.draft:
+            several = several and self.placement.tp_size > 1  # to draft no other rank is needed
         self.channel = self.make_channel() if several else None
         self.leads = self.channel is None or self.placement.rank == 0
+        # rank 1, if all that it does is to assist this process
+        self.draft_process = self.placement.draft_process if self.channel else None
         if self.lookahead and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
         self.eos = models.target.eos_tokens if self.target and not settings.ignore_eos else []
@@ -97,56 +103,42 @@ class Decoder:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Keep the messages of all decoders apart, or ranks would wait for each other for ever. So
-        they would after a batch that broke off on this rank: the others are still at work on it."""
-        if not IN_STEP.acquire(blocking=False):
-            raise UserError("these ranks are decoding another batch, or one broke off: end all")
-        self.midway = False
-        try:
-            yield
-        finally:
-            if not self.midway:
-                IN_STEP.release()
+        """Keep the other ranks at work on the same batch as this one. A batch that breaks off here
+        they would wait for: the draft's process ends, and ranks of a launcher do nothing more."""
+        with in_turn():
+            self.midway = True
+            try:
+                if self.draft_process:
+                    self.draft_process.be_there(self.placement)
+                    self.channel.group = self.placement.world_group
+                self.midway = False
+                yield
+            finally:
+                if self.midway and self.draft_process:
+                    self.draft_process.end()
+                elif self.midway:
+                    BROKEN_OFF.set()
 
     def of_rank_0(self, find: Callable) -> Any:
         """Return on all ranks what `find()` returns on rank 0, or raise the `UserError` that it
         raises there."""
         if not self.channel:
             return find()
-        found = problem = None
-        if self.leads:
-            try:
-                found = find()
-            except UserError as raised:
-                problem = str(raised)
-        found, problem = gather([found, problem])[0]
-        if problem:
-            raise UserError(problem)
-        return found
-
-    @contextmanager
-    def ending_together(self) -> Iterator[None]:
-        """If a rank raises here once its batch has ended, raise on all: none begins the next."""
-        failure = None
         try:
-            yield
-        except BaseException as problem:
-            if not self.channel or self.midway:
-                raise
-            failure = problem
-        if self.channel:
-            failed = gather(failure is not None)
-            if failure:
-                raise failure
-            if True in failed:
-                raise UserError(f"what hears the texts has failed on rank {failed.index(True)}")
+            with self.placement.raising_together():
+                found = find() if self.leads else None
+        except UserError:
+            self.midway = False  # on all ranks
+            raise
+        return gather(found)[0]
 
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         """Do as a call does, with models that are kept `alone` already."""
-        prompts = self.of_rank_0(partial(token_ids, prompts))
-        check_prompts(prompts, self.models.context, self.models.vocab_size)  # on all ranks alike
-        self.models.set_pace(self.settings.pace)
         self.midway = True
+        if self.draft_process:
+            gather({"settings": asdict(self.settings), "num_batches": self.num_batches})
+        prompts = self.of_rank_0(partial(self.checked, prompts))
+        self.models.set_pace(self.settings.pace)
         self.begin_batch()
         sequences = self.sequences = Sequences(prompts, self.settings.max_new_tokens,
                                                self.models.context, self.eos,
@@ -159,17 +151,27 @@ class Decoder:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        told = {"spans": [span for worker in self.workers for span in worker.clock.read()],
-                "guesses": self.draft.guess_counts.tables() if self.draft else None,
-                "rounds": rounds, "new_tokens": sequences.new_tokens,
-                "finish_reasons": sequences.finish_reasons}
-        ranks = gather(told) if self.channel else [told]
+        spans = []
+        for worker in self.workers:
+            spans += worker.clock.read()
+        report = {"spans": spans, "rounds": rounds, "new_tokens": sequences.new_tokens,
+                  "guesses": self.draft.guess_counts.tables() if self.draft else None,
+                  "finish_reasons": sequences.finish_reasons}
+        reports = gather(report) if self.channel else [report]
         self.midway = False
-        self.stats.add(ranks)
-        self.finish_reasons = ranks[0]["finish_reasons"]
+        self.stats.add(reports)
+        self.finish_reasons = reports[0]["finish_reasons"]
         if failure:
             raise failure
-        return ranks[0]["new_tokens"]
+        return reports[0]["new_tokens"]
+
+    def checked(self, prompts) -> list[list[int]]:
+        """Return prompts as lists of Python's numbers. Raises `UserError` for what is none, and for
+        a prompt that cannot go on."""
+        with reported_as("prompts must be a list of lists of token ids", TypeError):
+            prompts = [list(map(index, prompt)) for prompt in prompts]
+        check_prompts(prompts, self.models.context, self.models.vocab_size)
+        return prompts
 
     def begin_batch(self) -> None:
         """Begin with random numbers that follow from the seed and the number of batches before this
@@ -178,6 +180,8 @@ class Decoder:
         for worker in self.workers:
             worker.manual_seed((self.settings.seed + self.num_batches * STRIDE) % 2 ** 30)
             worker.clock.read()  # discards the times
+        if self.draft:
+            self.draft.guess_counts.clear()
         self.num_batches += 1
 
     def stop(self, row: int) -> None:
@@ -256,12 +260,6 @@ def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
     return [0] * len(fan_out) if settings.mode == "sd" else fan_out
 
 
-def token_ids(prompts) -> list[list[int]]:
-    """Return prompts as lists of Python's numbers."""
-    with reported_as("prompts must be a list of lists of token ids", TypeError):
-        return [list(map(index, prompt)) for prompt in prompts]
-
-
 def batches_of(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
     """Return the prompts, `size` at a time. The last batch may have fewer."""
     return [prompts[start:start + size] for start in range(0, len(prompts), size)]
@@ -283,7 +281,9 @@ def main(settings: Settings) -> None:
     """Decode all prompts, and show them."""
     make_plan(settings)  # raises UserError now, not after loading
     job = Job(settings)
-    settings.batch_size = min(settings.batch_size, len(job.prompts))  # Theorems 7 and 17 mean it
+    # Theorems 7 and 17 mean the rows of a batch
+    settings = replace(settings, batch_size=min(settings.batch_size, len(job.prompts)))
+    job.settings = settings
     display = Display(job) if job.placement.rank == 0 else None
     models = job.load()
     if {*job.placement.devices} != {"cpu"}:

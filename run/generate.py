@@ -2,30 +2,49 @@
 from dataclasses import replace
 from typing import Callable
 
+from cli.launch import RANK_0, is_alone
 from cli.settings import Settings
-from engine.errors import reported_as
+from engine.errors import UserError, reported_as
+from run.assist import DraftProcess, job_of_calls
 from run.decoder import Decoder, batches_of
-from run.job import Job, check_prompts, encode
+from run.job import check_prompts, encode
+from run.placement import in_turn
 from run.text import TextStream, text_pieces
 
 
 class Saguaro:
-    """Continues texts by its `decoder`, which takes token ids. `stats` are of the last call."""
+    """Continues texts by its `decoder`, which takes token ids. `stats` are of the last call. In ssd
+    the draft has a process of its own. It ends with this object, with this program, or by `close`,
+    also at the end of `with Saguaro() as saguaro:`, and is started anew by the next call."""
 
-    def __init__(self, **options):
+    def __init__(self, *, in_turns: bool = False, **options):
         """Load both models. `options` are the fields of `Settings`; of its prompts only the length
-        matters, for buffers (longer texts make new ones), and its files are not written."""
+        matters, for buffers (longer texts make new ones), and its files are not written. With
+        `in_turns` there is no other process: target and draft take turns in this one. Raises
+        `UserError` where a launcher has started several ranks."""
+        if not is_alone():
+            raise UserError("Saguaro starts the draft's process itself: start this program by "
+                            "python, not by torchrun, or decode by torchrun saguaro.py")
         with reported_as("Saguaro takes the options of saguaro.py by name", TypeError):
-            self.job = Job(Settings(**options))
-        self.decoder = Decoder(self.job.settings, self.job.load())
+            settings = Settings(**options)
+        assisted = settings.mode == "ssd" and not in_turns
+        self.job = job_of_calls(settings, RANK_0 if assisted else {})
+        if assisted:
+            self.job.placement.draft_process = DraftProcess(settings)
+            target = self.job.prepare(self.job.load_target())
+            models = self.job.models(target, None)
+        else:
+            models = self.job.load()
+        self.decoder = Decoder(settings, models)
         self.stats = self.decoder.stats
+        with self.decoder.alone():
+            pass  # the draft's process is there
 
     def __call__(self, texts: str | list[str],
                  on_text: Callable[[int, str], None] = lambda *_: None) -> str | list[str]:
-        """Return what follows a text, or each of several. All ranks continue those of rank 0, and
-        return the same. `on_text` hears the number of a text and a piece of what follows it, which
-        may be empty: on rank 0 once it is verified, on others once the batch has ended. What it
-        raises ends the call on all ranks: the others raise `UserError`."""
+        """Return what follows a text, or each of several. `on_text` hears the number of a text and
+        a piece of what follows it, which may be empty, once it is verified. What it raises ends the
+        call."""
         if isinstance(texts, str):
             return self([texts], on_text)[0]
         with self.decoder.alone():
@@ -34,8 +53,7 @@ class Saguaro:
     def write(self, texts: list[str], on_text: Callable) -> list[str]:
         """Do as a call does, with models that are kept `alone` already."""
         job = self.job
-        prompts = self.decoder.of_rank_0(
-            lambda: encode(job.tokenizer, texts, job.settings.apply_chat_template))
+        prompts = encode(job.tokenizer, texts, job.settings.apply_chat_template)
         check_prompts(prompts, job.context, job.vocab_size)
         streams = [TextStream(job.tokenizer, prompt) for prompt in prompts]
         written = []
@@ -44,14 +62,24 @@ class Saguaro:
             number = len(written) + row
             on_text(number, "".join(map(streams[number].step, new_tokens)))
 
-        self.stats = self.decoder.stats = replace(self.decoder.stats, log=[], spans=[])
-        if self.decoder.draft:
-            self.decoder.draft.guess_counts.clear()
+        self.stats = self.decoder.stats = replace(
+            self.decoder.stats, log=[], spans=[], guess_counts=[], fan_outs=[])
         for batch in batches_of(prompts, job.settings.batch_size):
-            with self.decoder.ending_together():
-                found = self.decoder.decode_batch(batch, on_tokens)
-                for number, tokens in enumerate(found, start=len(written)):
-                    text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
-                    on_text(number, text.removeprefix(streams[number].text))
-                    written.append(text)
+            found = self.decoder.decode_batch(batch, on_tokens)
+            for number, tokens in enumerate(found, start=len(written)):
+                text = "".join(text_pieces(job.tokenizer, prompts[number], tokens))
+                on_text(number, text.removeprefix(streams[number].text))
+                written.append(text)
         return written
+
+    def close(self) -> None:
+        """End the draft's process, whoever still holds this object, such as a traceback."""
+        if self.job.placement.draft_process:
+            with in_turn():
+                self.job.placement.draft_process.end()
+
+    def __enter__(self) -> "Saguaro":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()

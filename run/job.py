@@ -13,8 +13,8 @@ from engine.check import check_model
 from engine.cuda_graphs import GraphRunner
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM, check_family, context_length, load
-from engine.tensor_parallel import check_shardable, split
-from run.placement import Placement
+from engine.tensor_parallel import check_shardable, fingerprint, split
+from run.placement import Placement, gather, in_turn
 
 
 class Models(NamedTuple):
@@ -36,18 +36,22 @@ class Models(NamedTuple):
 class Job:
     """Holds settings, placement, configurations, and prompts as token ids."""
 
-    def __init__(self, settings: DecodingSettings):
+    def __init__(self, settings: DecodingSettings, placement: Placement | None = None,
+                 rows: list[dict] | None = None):
+        """`rows` are prompts as `read_prompts` returns them. None: those of the settings."""
         self.settings = settings
-        self.placement = Placement(settings)
-        self.rows = read_prompts(settings)
+        self.placement = placement or Placement(settings)
+        self.rows = read_prompts(settings) if rows is None else rows
         self.texts = [row["prompt"] for row in self.rows]
         self.target_config, self.tokenizer = open_model("--target", settings.target)
         self.context = context_length(self.target_config)
         self.vocab_size = self.target_config.get_text_config().vocab_size
         self.prompts = encode(self.tokenizer, self.texts, settings.apply_chat_template)
-        check_prompts(self.prompts, self.context, self.vocab_size)
-        longest = max(map(len, self.prompts)) + settings.max_new_tokens
+        if self.prompts:
+            check_prompts(self.prompts, self.context, self.vocab_size)
+        longest = max(map(len, self.prompts), default=0) + settings.max_new_tokens
         self.max_length = min(longest, self.context)
+        self.weights = None  # the `fingerprint` of a target that several ranks share
         self.draft_config = None
         if settings.mode != "ar":
             self.draft_config, draft_tokenizer = open_model("--draft", settings.draft)
@@ -58,31 +62,63 @@ class Job:
                                 "different vocabularies; a draft must propose the target's tokens")
 
     def load(self) -> Models:
-        """Join the other ranks and load the models that this one holds."""
+        """Join the other ranks, if there are any, and load the models that this one holds. Raises
+        `UserError`, on all ranks, for a model that one of them cannot load."""
+        placement = self.placement
+        if placement.world_size == 1:
+            draft = self.load_draft() if placement.holds_draft else None
+            return self.models(self.prepare(self.load_target()), draft)
+        with in_turn():
+            return self.load_share(self.join())
+
+    def load_share(self, group: dist.ProcessGroup | None) -> Models:
+        """Load the draft, or a share of the target, which is split among the ranks of a group."""
         placement = self.placement
         target = None
-        group = None
-        if placement.world_size > 1:
-            may_differ = ("prompts", "output", "trace", "out", "figures", "device")
-            read = {"target": str(self.target_config), "draft": str(self.draft_config),
-                    "prompt": str(self.prompts), "transformers": __version__}
-            group = placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
+        draft = None
         if placement.tp_size > 1:
             check_shardable(self.target_config, placement.tp_size)
-        draft = self.load_draft() if placement.holds_draft else None
-        for rank in range(placement.tp_size):  # in turns: host memory holds one whole target
-            if rank == placement.rank:
-                device = "cpu" if group else placement.device
-                model = load(self.settings.target, self.target_config, self.dtype, device)
-                if group:
-                    split(model, group)
-                    model.to(placement.device)
-                target = CausalLM(model)
-            if placement.world_size > 1:
-                dist.barrier()
-        if target:
-            target = check_model(self.with_graphs(target))
-        return Models(target, draft, self.context, self.vocab_size, self.max_length, placement)
+        for turn in range(placement.tp_size):  # so that host memory holds one whole target
+            with placement.raising_together():
+                if turn == 0 and placement.holds_draft:
+                    draft = self.load_draft()
+                if turn == placement.rank:
+                    target = self.load_target(group)
+        if group and len({*gather(self.weights)[:placement.tp_size]}) > 1:
+            raise UserError("all ranks must be started with the same weights of --target")
+        with placement.raising_together():
+            if target:
+                self.prepare(target)
+        return self.models(target, draft)
+
+    def join(self) -> dist.ProcessGroup | None:
+        """Meet the other ranks, which must have read the same."""
+        may_differ = ("prompts", "output", "trace", "out", "figures", "device")
+        read = {"target": str(self.target_config), "draft": str(self.draft_config),
+                "prompt": str(self.prompts), "transformers": __version__}
+        return self.placement.join(asdict(self.settings) | dict.fromkeys(may_differ) | read)
+
+    def models(self, target: CausalLM | None, draft: CausalLM | None) -> Models:
+        return Models(target, draft, self.context, self.vocab_size, self.max_length,
+                      self.placement)
+
+    def load_target(self, group: dist.ProcessGroup | None = None) -> CausalLM:
+        """Load the target, or this rank's share of it."""
+        device = "cpu" if group else self.placement.device
+        model = load(self.settings.target, self.target_config, self.dtype, device)
+        if group:
+            self.weights = fingerprint(model)
+            split(model, group)
+            model.to(self.placement.device)
+        return CausalLM(model)
+
+    def prepare(self, target: CausalLM) -> CausalLM:
+        """Check the target, and say why its text may not be that of transformers' `generate`."""
+        check_model(self.with_graphs(target))
+        if self.placement.rank == 0 and target.penalties:
+            print(f"not applied, though {self.settings.target} asks for it in its generation "
+                  f"config: {', '.join(target.penalties)}", file=sys.stderr, flush=True)
+        return target
 
     def load_draft(self) -> CausalLM:
         model = load(self.settings.draft, self.draft_config, self.dtype, self.placement.device)

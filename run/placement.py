@@ -6,34 +6,42 @@ import secrets
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
-from cli.launch import STORE, is_alone, watch
+from cli.launch import STORE, is_alone, is_gone, watch
 from cli.settings import DecodingSettings
 from engine.errors import UserError, reported_as
 
 # A rank may load 140 GB, or be stopped by Ctrl-Z. The death of one closes its sockets: at once.
 PATIENCE = timedelta(days=1)
-IN_STEP = threading.Lock()  # held while a batch is decoded by several ranks, see `run.Decoder`
+IN_TURN = threading.Lock()  # held while several ranks decode
+BROKEN_OFF = threading.Event()  # set once a batch broke off, on whose end the other ranks wait
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds, and in how many
 
 
 class Placement:
     """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
     is one, else on the CPU. In ssd the last of several ranks holds the draft, others the target."""
+    draft_process = None  # see run/assist.py, if this process has started it
 
-    def __init__(self, settings: DecodingSettings):
-        alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        # whoever is alone reads none of them: RANK=16 may be the rank of somebody's LoRA
-        given = {} if is_alone() else os.environ
-        self.rank, self.world_size, local_rank, local_world_size = (
-            int(given.get(name, value)) for name, value in alone.items())
+    def __init__(self, settings: DecodingSettings, environment: Mapping[str, str] | None = None):
+        """`environment` says which rank this is. None: this process's own, if a launcher wrote
+        it."""
+        if environment is None:  # RANK=16 may be the rank of somebody's LoRA
+            environment = {} if is_alone() else os.environ
+        self.store = environment.get(STORE)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        given = [environment.get(name, value) for name, value in alone.items()]
+        with reported_as(f"a launcher has set {', '.join(alone)} to {given}", ValueError):
+            self.rank, self.world_size, local_rank, local_world_size = map(int, given)
+            if not 0 <= self.rank < self.world_size:
+                raise ValueError("ranks count from 0, up to WORLD_SIZE")
         self.draft_rank = self.world_size - 1 if settings.mode == "ssd" else 0
         # the ranks that hold the target: those before the draft's own, or all
         self.tp_size = self.draft_rank or self.world_size
@@ -56,14 +64,14 @@ class Placement:
         every rank, naming what differs if not all were `asked` the same."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif hasattr(os, "sched_setaffinity"):  # or ranks that wake each other share one
+        elif not self.draft_process and hasattr(os, "sched_setaffinity"):
             with suppress(OSError):  # some sandboxes forbid it
-                os.sched_setaffinity(0, self.cores)
-                # threads that share a core spin while they wait for each other
-                torch.set_num_threads(min(len(self.cores), torch.get_num_threads()))
+                os.sched_setaffinity(0, self.cores)  # or ranks that wake each other share one
+        if self.device.type == "cpu":  # threads that share a core spin while they wait
+            torch.set_num_threads(min(len(self.cores), torch.get_num_threads()))
         waits = f"rank {self.rank} of {self.world_size} waits for the others to start"
         asked = {name: str(value) for name, value in asked.items()}
-        where = f" in {os.environ[STORE]} (see TMPDIR)" if STORE in os.environ else ""
+        where = f" in {self.store} (see TMPDIR)" if self.store else ""
         with (watch(waits, 10, 600),
               reported_as(f"the ranks cannot meet{where}", (RuntimeError, ValueError))):
             if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
@@ -79,7 +87,7 @@ class Placement:
 
     def meet(self) -> None:
         """Join the default group."""
-        store = dist.FileStore(os.environ[STORE], 2) if STORE in os.environ else None
+        store = dist.FileStore(self.store, 2) if self.store else None
         given = {"store": store, "rank": self.rank, "world_size": 2} if store else {}
         dist.init_process_group("gloo", timeout=PATIENCE, **given)
         atexit.register(leave_groups)
@@ -90,6 +98,20 @@ class Placement:
             dist.all_gather(told, words[self.rank])
             if not torch.stack(told).equal(words):
                 raise UserError("another program has connected in the place of a rank")
+
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Raise on all ranks the `UserError` that one of them raises in this block."""
+        problem = None
+        try:
+            yield
+        except UserError as raised:
+            problem = raised
+        problems = gather(problem and str(problem)) if self.world_size > 1 else []
+        for others in filter(None, problems):
+            problem = problem or UserError(others)
+        if problem:
+            raise problem
 
     def new_group(self, size: int) -> dist.ProcessGroup:
         """Make a group of the first `size` ranks."""
@@ -148,10 +170,35 @@ def threads_for(cores: int, local_world_size: int) -> int:
 def leave_groups() -> None:
     """Leave all groups. Gloo's threads need Python to drop what they sent, and abort it if it is
     ending. They live as long as their group does, so nothing of ours holds one that was left."""
-    with suppress(AttributeError):  # a message that failed holds its group, by its traceback
-        traceback.clear_frames(sys.last_traceback)
+    # a message that failed holds its group, by its traceback
+    for problem in (sys.exception(), getattr(sys, "last_value", None)):
+        if problem:
+            traceback.clear_frames(problem.__traceback__)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+if hasattr(os, "register_at_fork"):  # what is forked has none of gloo's threads to wait for
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(leave_groups))
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Keep the messages of all decoders of this program apart, or ranks would wait for ever. Says
+    in one sentence, and not in gloo's, that another rank is gone."""
+    if BROKEN_OFF.is_set():
+        raise UserError("a batch broke off, and the other ranks are still at work on it: end all")
+    if not IN_TURN.acquire(blocking=False):
+        raise UserError("another decoder of this program is at work with other ranks: one at a "
+                        "time, or take Saguaro(in_turns=True)")
+    try:
+        yield
+    except RuntimeError as problem:
+        if not is_gone(problem):
+            raise
+        raise RuntimeError("another rank is gone: its own report says why") from None
+    finally:
+        IN_TURN.release()
 
 
 def gather(value: Any) -> list:

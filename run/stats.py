@@ -3,6 +3,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from cache import BACKUP, PRIMARY, RowRound, throughput
 from draft_worker import Plan
 
@@ -36,19 +38,21 @@ class Stats:
     in_turns: bool = False  # one process does the work of two, so times mean nothing
     log: list[TimedRound] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)  # of all ranks, without prefill
-    guess_counts: list = field(default_factory=list)  # `GuessCounts.table` and `.fan_outs`
-    fan_outs: list = field(default_factory=list)
+    guess_counts: list = field(default_factory=list)  # sums of `GuessCounts.table`,
+    fan_outs: list = field(default_factory=list)      # and of `GuessCounts.fan_outs`
 
-    def add(self, ranks: list[dict[str, Any]]) -> None:
-        """Add what each rank tells of a batch: its spans, the `GuessCounts.tables` of all batches
-        so far (on the rank that drafts), and the rounds (on rank 0)."""
-        for rank, told in enumerate(ranks):
-            self.spans += [Span(rank, *span) for span in told["spans"]]
-            for number, start, end, rows in told["rounds"]:
+    def add(self, reports: list[dict[str, Any]]) -> None:
+        """Add what each rank reports of a batch: its spans, `GuessCounts.tables` (of the rank that
+        drafts), and the rounds (of rank 0)."""
+        for rank, report in enumerate(reports):
+            self.spans += [Span(rank, *span) for span in report["spans"]]
+            for number, start, end, rows in report["rounds"]:
                 rows = [RowRound(*row) for row in rows]
                 self.log.append(TimedRound(number, start, end, rows))
-            if told["guesses"]:
-                self.guess_counts, self.fan_outs = told["guesses"]
+            if report["guesses"]:
+                guess_counts, fan_outs = report["guesses"]
+                self.guess_counts = added(self.guess_counts, guess_counts)
+                self.fan_outs = added(self.fan_outs, fan_outs)
 
     def seconds_of(self, work: str) -> list[float]:
         """Return the seconds of each piece of this work."""
@@ -150,6 +154,11 @@ def theorem_7(summary: dict[str, float | None], batch_size: int = 1) -> float:
     What was not measured, such as E_miss without a miss, counts as 0."""
     names = ("hit_rate", "E_hit", "E_miss", "T_p", "T_b")
     return throughput(*(summary[name] or 0.0 for name in names), batch_size)
+
+
+def added(total: list, table: list) -> list:
+    """Return the sum of two nested lists of numbers, of which the first may be empty."""
+    return (torch.tensor(total) + torch.tensor(table)).tolist() if total else table
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
