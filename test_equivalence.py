@@ -43,6 +43,10 @@ judged by the audit (audit/), which this file uses from chapter 3 on.
     python test_equivalence.py           the table of chapters 4 and 8
     python -m audit FILE                 the audit of FILE (--help)
 """
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from argparse import ArgumentParser
+    ArgumentParser(description="Print the table of chapters 4 and 8, in some minutes.").parse_args()
+
 import inspect
 import itertools
 import os
@@ -1386,7 +1390,8 @@ def test_what_is_lossless_and_yet_wrong_is_caught_elsewhere(monkeypatch, change)
 
 
 def detection_table() -> None:
-    print(f"{CONTROL}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
+    control = ", ".join(f"{name} {value}" for name, value in CONTROL.items())
+    print(f"{control}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
           "texts (chapter 3)\nsecond: the audit's, in how many tokens of longer texts: "
           "four times as many until it is caught")
     missed = []

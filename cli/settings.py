@@ -78,8 +78,8 @@ class DecodingSettings:
         "(prompt look-up), random (random tokens), or auto: neural below Theorem 17's batch size, "
         "random above, for T_p <= 1; by the times of --pace, if given", metavar="NAME")
     backup_acceptance_rate: float | None = option(
-        FALLBACK, None, "a for the shape after a backup; none: --acceptance-rate after a neural "
-        "one, 0.2 after look-up, 0.1 after random tokens", min=0, max=1)
+        FALLBACK, None, "a for the shape after a backup; none: that of --acceptance-rate after "
+        "neural, 0.2 after lookup, 0.1 after random", min=0, max=1)
     dtype: str = option("machine", "auto", "auto: bfloat16 (or float16) on GPUs, float32 on CPUs",
                         choices=("auto", "float32", "bfloat16", "float16", "float64"))
     device: str = option("machine", "auto", "auto: GPUs if there are any",

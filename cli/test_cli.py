@@ -29,6 +29,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable, NoReturn
+from unittest.mock import Mock
 
 import huggingface_hub
 import matplotlib
@@ -52,7 +53,7 @@ from engine import timing
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from figures import draw
-from figures.bench_options import BenchSettings
+from figures.bench_options import BenchSettings, draw_again
 from ideas import SPECULATORS, VERIFICATIONS
 from run import placement, screen
 from run.decoder import Decoder, make_plan
@@ -75,6 +76,7 @@ PROGRAMS = {"saguaro.py": (Settings, "run"), "bench.py": (BenchSettings, "bench"
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a rank
 RESULTS = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
 START_SECOND_RANK = launch.start_second_rank  # which no command of a test calls: see one_process
+LEAVE = launch.leave
 
 
 # ---- helpers ----
@@ -580,13 +582,14 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
 
 @slow
 @pytest.mark.parametrize("command", (
-    "saguaro.py", "bench.py", "-m course.explain", "-m course.page"))
+    "saguaro.py", "bench.py", "-m course.explain", "-m course.page", "-m figures.draw",
+    "test_equivalence.py"))
 def test_help_is_there_at_once(command, tmp_path):
     """And a wrong flag is answered: the command line is read without torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('this would take seconds')")
     run = subprocess.run([sys.executable, *command.split(), "--help"], cwd=ROOT, text=True,
                          capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0 and "--lookahead" in run.stdout
+    assert run.returncode == 0 and re.search("--lookahead|-m figures.draw|the table", run.stdout)
 
 
 @pytest.mark.parametrize("content, expected", (
@@ -991,8 +994,8 @@ def test_no_rank_outlives_the_other(tmp_path):
 
 @pytest.mark.parametrize("problem, status, sentence", (
     *((RuntimeError(f"[transport/tcp/pair.cc:547] {sign}"), 1, "stops: another rank is gone\n")
-      for sign in ("Connection reset by peer", "No route to host", "Broken pipe",
-                   "Timed out waiting 600000ms for recv operation to complete")),
+      for sign in ("Connection reset by peer", "Connection closed by peer", "No route to host",
+                   "Broken pipe", "Timed out waiting 600000ms for recv operation to complete")),
     (RuntimeError("can't start new thread"), 2, "lacks memory or threads (can't start new thread)"),
     (MemoryError(), 2, "lacks memory or threads (MemoryError()): allow more, or try more target")))
 def test_a_rank_without_the_others_or_without_memory_ends_with_one_sentence(
@@ -1000,9 +1003,41 @@ def test_a_rank_without_the_others_or_without_memory_ends_with_one_sentence(
     def main():
         raise problem
 
-    monkeypatch.setattr(launch, "GRACE", 0)
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
     assert launch.exit_status(main) == status
     assert f"rank 0 {sentence}" in capsys.readouterr().err
+    assert sum(waited) == (2 * launch.GRACE if "is gone" in sentence else 0), "who is gone says why"
+
+
+@pytest.mark.parametrize("ended, left", ((0, []), (1, [1]), (2, [2]), (141, [1]), (-9, [1])))
+def test_rank_0_leaves_with_the_status_of_the_drafts_rank(ended, left, capsys, monkeypatch):
+    statuses = []
+    monkeypatch.setattr(launch, "leave", statuses.append)
+    launch.exit_with_draft(SimpleNamespace(wait=lambda: ended))
+    assert statuses == left
+    assert ("has ended with status -9" in capsys.readouterr().err) == (ended == -9)
+
+
+def test_the_drafts_rank_lets_rank_0_speak_first(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(launch, "WAS_STARTED", True)
+    monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(
+        (seconds, capsys.readouterr().err)))
+    launch.report("it")
+    assert waited == [(launch.GRACE, "")] and launch.GRACE > 0
+
+
+def test_a_rank_leaves_once_its_text_is_written_and_its_files_are_gone(monkeypatch):
+    steps = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(flush=lambda: steps.append("written")))
+    folder = SimpleNamespace(cleanup=lambda: steps.append("folder"))
+    monkeypatch.setattr(launch, "until_exit", folder)
+    monkeypatch.setenv(launch.STORE, "store")
+    monkeypatch.setattr(os, "unlink", steps.append)
+    monkeypatch.setattr(os, "_exit", steps.append)
+    LEAVE(3)
+    assert steps == ["written", "folder", "store", 3]
 
 
 @slow
@@ -1036,12 +1071,17 @@ def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
 def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_file(monkeypatch):
     started = []
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words) or (
-        SimpleNamespace(wait=lambda: 0)))
+    monkeypatch.setattr(subprocess, "Popen", lambda *words, **form: started.append((words, form))
+                        or SimpleNamespace(wait=lambda: 0))
     monkeypatch.setattr(sys, "argv", ["saguaro.py", "x"])
     for module, program in (("run", ["saguaro.py"]), ("course.page", ["-m", "course.page"])):
         START_SECOND_RANK(module)
-        assert started.pop() == [sys.executable, *program, "x"]
+        [words], form = started.pop()
+        assert words == [sys.executable, *program, "x"]
+        assert (os.environ["RANK"], form["env"]["RANK"]) == ("0", "1")
+        assert form["env"]["GLOO_SOCKET_IFNAME"].startswith("lo")  # nobody else hears them
+        assert form["stdin"] == subprocess.PIPE  # which closes when this process ends
+        assert form["start_new_session"] and form["stdout"] == subprocess.DEVNULL
         store = Path(os.environ[launch.STORE])
         assert store.stat().st_mode == 0o100600
         store.unlink()
@@ -1197,6 +1237,9 @@ def test_without_the_requirements_one_sentence_says_so(tmp_path):
                           "runpy.run_path('saguaro.py', run_name='__main__')"],
                          cwd=ROOT, capture_output=True, text=True)
     assert "No module named 'tqdm': is the virtual env" in the_error((run.returncode, run.stderr))
+    for name in ("torch", "transformers", "matplotlib"):
+        missing = Mock(side_effect=ModuleNotFoundError(name=name))
+        assert launch.exit_status(missing) == 2
     with pytest.raises(ModuleNotFoundError):  # with its traceback: of a mistyped line, in an idea
         launch.exit_status(lambda: importlib.import_module("nump"))
 
@@ -1404,7 +1447,7 @@ NUMBER = re.compile(r"-?\b\d+\.\d+\b")
 
 def redraw(*words) -> None:
     sys.argv = ["draw.py", *map(str, words)]
-    draw.main()
+    draw_again()
 
 
 def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):

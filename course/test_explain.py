@@ -1,6 +1,5 @@
 """Slow motion: rounds are shown whole, and in which words."""
 import io
-import json
 import re
 import shlex
 import sys
@@ -76,14 +75,3 @@ def test_the_sheet_shows_what_slow_motion_prints(capsys, one_thread, models):
     shown, example = [re.sub(r"0\.\d{3}", "q", text)
                       for text in (capsys.readouterr().out, example)]
     assert f"\n\n{example}\ntext\n" in shown
-
-
-def test_the_lecturer_has_the_counts_of_the_figure():
-    """The table under "Why use C at all?"."""
-    text = (ROOT / "course/LECTURER.md").read_text("utf-8")
-    found = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
-    for name in ("C", "hit_rate", "acceptance_rate", "tokens_per_round", "tokens a verification"):
-        form = "g" if name == "C" else ".2f"
-        numbers = [f"{f[name]:{form}}" for f in found
-                   if f["sweep"] == "downweight" and f["predicted"]]
-        assert f"| {' | '.join(numbers)} |" in text, name

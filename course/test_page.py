@@ -89,6 +89,9 @@ def test_the_text_at_the_end_is_the_programs(name):
     context.eval("seek(1e9)")
     text = text_of(ask(context, f"made['text-{mode}'].html"))
     assert text == "".join(piece for told in run["rounds"] for piece in told["text"])
+    seconds = run["rounds"][-1]["time"] - run["rounds"][0]["time"]
+    title = text_of(ask(context, f"made['title-{mode}'].html"))
+    assert title.endswith(f"tokens: 40 in {seconds:.2f} s")
     context.eval("seek(0)")
     assert text_of(ask(context, f"made['text-{mode}'].html")) == run["rounds"][0]["text"][0]
 

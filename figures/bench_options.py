@@ -1,7 +1,7 @@
-"""The options of bench.py."""
+"""The options of bench.py and of figures.draw."""
 from dataclasses import dataclass
 
-from cli.settings import TINY, DecodingSettings, option, pace_option
+from cli.settings import TINY, DecodingSettings, Parser, option, pace_option
 from engine.errors import UserError
 
 SWEEPS = ("timeline", "fan-out", "shape", "noise", "downweight", "residual", "batch", "frontier",
@@ -38,3 +38,15 @@ class BenchSettings(DecodingSettings):
             values["max_new_tokens"] = 24
         if self.predict:
             values["mode"] = "ar"  # one process
+
+
+def draw_again() -> None:
+    """Read the command line of figures.draw, then import it, and draw."""
+    parser = Parser(prog="python -m figures.draw", description="Draw figures again, from what "
+                    "bench.py --sweep --out has written.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="results of --out (JSON)")
+    parser.add_argument("--figures", default="figures", help="folder for the figures")
+    args = parser.parse_args()
+    from figures.draw import figures_of
+    for path in args.files:
+        figures_of(path, args.figures)

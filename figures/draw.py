@@ -2,6 +2,11 @@
 
     python -m figures.draw results.json     draws them again, from what --out has written
 """
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from cli.launch import exit_status
+    from figures.bench_options import draw_again
+    raise SystemExit(exit_status(draw_again))
+
 import json
 import os
 from pathlib import Path
@@ -13,8 +18,7 @@ import torch
 from matplotlib import pyplot
 
 from cache import critical_batch_size, throughput
-from cli.launch import exit_status
-from cli.settings import ROOT, Parser
+from cli.settings import ROOT
 from figures.guesses import counted_miss_rates, fit_power_law
 
 SSD = "#12365c"  # one colour per method
@@ -264,16 +268,8 @@ SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual":
            "batch": batch, "frontier": frontier, "growth": growth}
 
 
-def main() -> None:
-    parser = Parser(description="Draw figures again, from what bench.py --sweep --out has written.")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="results of --out (JSON)")
-    parser.add_argument("--figures", default="figures", help="folder for the figures")
-    args = parser.parse_args()
-    for path in args.files:
-        rows = json.loads(Path(path).read_text("utf-8"))["results"]
-        for name in TITLES.keys() & {f["sweep"] for f in rows}:
-            figure(args.figures, name, [f for f in rows if f["sweep"] == name])
-
-
-if __name__ == "__main__":
-    raise SystemExit(exit_status(main))
+def figures_of(path: str, folder: str) -> None:
+    """Draw all figures that a file of results has rows of."""
+    rows = json.loads(Path(path).read_text("utf-8"))["results"]
+    for name in TITLES.keys() & {f["sweep"] for f in rows}:
+        figure(folder, name, [f for f in rows if f["sweep"] == name])
