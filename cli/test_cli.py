@@ -464,6 +464,7 @@ def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
     *text, hit_rate = capsys.readouterr().out.splitlines()
     assert "".join(text) and 0 < float(hit_rate) < 1
     exec(own, here)
+    here["saguaro"].close()
     assert capsys.readouterr().out and here["saguaro"].stats.summary()["hit_rate"] < float(hit_rate)
     model = re.search("from testing.*", own)[0]  # which leaves a script its threads
     program = f"import torch as t; t.set_num_threads(2); {model}; assert t.get_num_threads() == 2"
@@ -517,6 +518,7 @@ def test_portings_lines_leave_nothing_behind_a_stop_string():
     lines, = re.findall("```python\n(.*?)```", (ROOT / "docs/PORTING.md").read_text("utf-8"), re.S)
     here = {}
     exec(lines, here)
+    here["saguaro"].close()
     text, other = here["texts"]
     assert text.endswith("return None") and here["stop"] not in text + other
     assert here["heard"][0].startswith(text + here["stop"] + "    def")
@@ -1021,7 +1023,7 @@ def test_rank_0_leaves_with_the_status_of_the_drafts_rank(ended, left, capsys, m
 
 def test_the_drafts_rank_lets_rank_0_speak_first(capsys, monkeypatch):
     waited = []
-    monkeypatch.setattr(launch, "WAS_STARTED", True)
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(
         (seconds, capsys.readouterr().err)))
     launch.report("it")
