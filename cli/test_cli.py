@@ -24,7 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +38,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
 import bench as bench_py
@@ -47,9 +48,10 @@ import run
 import test_equivalence
 from cache import PRIMARY, RowRound
 from cli import launch
-from cli.settings import ROOT, TINY, Settings, parse
+from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
 from engine import timing
+from engine.check import check_model
 from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from figures import draw
@@ -333,6 +335,19 @@ def test_settings_made_in_python_are_checked_too(wrong, sentence):
         Settings(**wrong)
 
 
+def test_what_was_checked_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError, match="temperature"):
+        Settings().temperature = 1
+
+
+@pytest.mark.parametrize("rank, world_size", (("", "2"), ("0", "0"), ("2", "2"), ("-1", "2")))
+def test_what_no_launcher_says_gets_one_sentence(rank, world_size, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(UserError, match="a launcher has set RANK, WORLD_SIZE, .*: "):
+        placement.Placement(Settings())
+
+
 def test_settings_made_of_numbers_and_paths_of_libraries_are_those_of_the_command_line():
     made = Settings(target=TINY / "target", max_new_tokens=numpy.int64(4), pace=(1, numpy.int8(2)),
                     temperature=numpy.float32(0.5))
@@ -441,6 +456,27 @@ def test_who_shares_a_model_waits_for_their_turn(other):
 
     assert decoder(RAGGED[:1], on_tokens) == alone[0] and said
     assert second(RAGGED[1:2]) == alone[1]
+
+
+def test_a_model_is_not_checked_while_another_thread_decodes_it():
+    """The check changes the window that both have."""
+    target = random_model("mistral", sliding_window=8)
+    decoder = make_decoder(target, mode="ar", max_new_tokens=20)
+    text = decoder(RAGGED[:1])
+    said = []
+
+    def on_tokens(*_) -> None:
+        with ThreadPoolExecutor() as pool, pytest.raises(UserError, match="one at a time"):
+            pool.submit(check_model, CausalLM(target)).result()
+        said.append(check_model(CausalLM(target)))  # in this thread nothing else runs
+
+    assert decoder(RAGGED[:1], on_tokens) == text and said
+
+
+def test_target_and_draft_need_a_causal_lm_each():
+    models = make_decoder(random_model(), random_model()).models
+    with pytest.raises(UserError, match="target and draft need a CausalLM each"):
+        Decoder(Settings(), models._replace(draft=models.target))
 
 
 @pytest.mark.parametrize("ranks", (1, pytest.param(2, marks=slow)))
@@ -639,6 +675,18 @@ def test_the_statistics_in_the_file_are_json_and_tell_after_what_was_guessed(tmp
     assert told["critical_batch_size"] is None and "Infinity" not in written
 
 
+def test_a_penalty_that_nobody_applies_is_named(tmp_path, capsys):
+    shutil.copytree(TINY / "target", tmp_path, dirs_exist_ok=True)
+    config = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 0, "suppress_tokens": [5],
+              "temperature": 0.7, "eos_token_id": 0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    Job(Settings(mode="ar", target=tmp_path)).load()
+    assert capsys.readouterr().err == f"not applied, though {tmp_path} asks for it in its " \
+        "generation config: repetition_penalty, suppress_tokens\n"
+    Job(Settings(mode="ar")).load()
+    assert not capsys.readouterr().err
+
+
 def test_the_other_fields_of_a_prompt_travel_to_the_output(pair, tmp_path):
     rows = [{"task_id": "T/0", "question": "def f(x):", "answer": [1], "text": "x"},
             {"prompt": "class A:", "settings": 1, "statistics": 2, "tokens": "ours"}]
@@ -661,6 +709,17 @@ def test_an_output_keeps_what_it_held_until_all_is_loaded_and_names_the_type_use
     assert out.read_text() == "earlier"
     display.begin()
     assert read(out)["settings"]["dtype"] == "float32"
+
+
+def test_a_second_run_with_the_same_output_is_refused(pair, tmp_path):
+    out = tmp_path / "out"
+    with open_for_writing("--output", str(out)) as file:
+        file.write("a text")
+        file.flush()
+        said = the_error(obey("saguaro.py", *pair, "--mode", "ar", "--output", out))
+    assert "another run is writing it" in said and out.read_text() == "a text"
+    assert obey("saguaro.py", *pair, "--mode", "ar", "--output", out)[0] == 0
+    assert len(read_output(out)[1]) == 3
 
 
 def test_a_crash_loses_the_batch_at_work_and_nothing_else(pair, tmp_path, monkeypatch):
@@ -1068,6 +1127,50 @@ def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
     other = [*pair[2:6], "--target", tmp_path / "target", "--prompts", tmp_path / "prompts",
              *pair[-4:], "--mode", "sd", "--output", tmp_path / "out", "--device", "cpu"]
     assert [status for status, _ in in_ranks(2, obey_own, [command, other])] == [0, 0]
+
+
+def load_a_fault(where: Path, faulty: int, of: str, mode: str) -> list[str]:
+    """A rank's job: what it is told of a model that is another one on the rank `faulty`, then what
+    it writes with the right ones, and whether a child that it forks can end."""
+    rank = int(os.environ["RANK"])
+    choices = {"mode": mode, "max_new_tokens": 8, "dtype": "float64", "device": "cpu"}
+    changes = {of: where} if rank == faulty else {}
+    said = []
+    try:
+        Job(Settings(**choices, **changes)).load()
+    except UserError as problem:
+        said.append(str(problem))
+    job = Job(Settings(**choices))
+    decoder = Decoder(job.settings, job.load())
+    said.append(decoder(RAGGED[:1]))
+    child = os.fork()
+    if not child:
+        sys.exit()
+    said.append(os.waitpid(child, 0)[1])
+    return said
+
+
+@slow
+@pytest.mark.parametrize("ranks, faulty, of, mode, fault, sentence", (
+    (2, 1, "draft", "ssd", "cut off", "cannot load .*: it holds no weights"),
+    (3, 0, "target", "ssd", "cut off", "cannot load .*: it holds no weights"),
+    (3, 1, "target", "ssd", "cut off", "cannot load .*: it holds no weights"),
+    (3, 1, "target", "ssd", "fine-tuned", "with the same weights of --target"),
+    (2, 0, "target", "sd", "fine-tuned", "with the same weights of --target")))
+def test_a_model_that_one_rank_cannot_load_or_that_differs_is_refused_on_all(
+        ranks, faulty, of, mode, fault, sentence, tmp_path):
+    weights = shutil.copytree(TINY / of, tmp_path, dirs_exist_ok=True) / "model.safetensors"
+    if fault == "cut off":
+        weights.write_bytes(b"version https://git-lfs")
+    else:
+        tensors = load_file(weights)
+        tensors[min(tensors)][0] += 1e-3
+        save_file(tensors, weights, {"format": "pt"})
+    found = in_ranks(ranks, load_a_fault, tmp_path, faulty, of, mode, seconds=60)
+    job = Job(Settings(mode="ar", max_new_tokens=8, dtype="float64"))
+    text = Decoder(job.settings, job.load())(RAGGED[:1])
+    for said, *others in found:
+        assert re.search(sentence, said) and others == [text, 0]
 
 
 def test_the_second_rank_is_started_like_the_first_and_meets_it_in_a_private_file(monkeypatch):
