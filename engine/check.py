@@ -74,21 +74,24 @@ def token_by_token(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
 def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     """Return the same logits through KV slots: one after a pass that leaves rejected tokens behind,
     two of a branch in scratch slots."""
+    device = model.device
     n = tokens.shape[1]
     model.allocate(1, n, scratch=n)
     rejected = tokens[:, :3]
-    model.causal(torch.cat([tokens[:, :-3], rejected], 1), torch.tensor([0]))
+    with_rejected = torch.cat([tokens[:, :-3], rejected], 1)
+    model.causal(with_rejected, torch.tensor([0]))
     after_rejection = model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))
     # the last two tokens in one pass, the later one first: in slots n + 2 and n
     later_first = tokens[:, -2:].flip(1)
-    positions = torch.tensor([[n - 1, n - 2]], device=model.device)
-    slots = torch.tensor([[n + 2, n]], device=model.device)
-    trunk = torch.arange(n + 3, device=model.device) < n - 2
+    positions = torch.tensor([[n - 1, n - 2]], device=device)
+    slots = torch.tensor([[n + 2, n]], device=device)
+    trunk = torch.arange(n + 3, device=device) < n - 2
     visible = trunk.repeat(1, 2, 1)   # [1, 2, slots]: both see the trunk,
     visible[:, :, n] = True           # both the earlier one,
     visible[:, 0, n + 2] = True       # and the later one sees itself
     branch = model.forward(later_first, positions, slots, visible)
-    return torch.cat([after_rejection, branch.flip(1)], 1)
+    earlier_first = branch.flip(1)
+    return torch.cat([after_rejection, earlier_first], 1)
 
 
 def rms(logits: torch.Tensor) -> float:
@@ -101,7 +104,9 @@ def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) 
     larger of `rounding` and a last digit. (In 15 families and four types sound models differ by at
     most 1.9 times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
-    last_digit = max(torch.finfo(logits.dtype).eps, torch.finfo(torch.float32).eps)
-    allowed = 8 * max(rounding, last_digit * rms(expected))  # norms are in float32
+    own_digit = torch.finfo(logits.dtype).eps
+    least_digit = torch.finfo(torch.float32).eps  # norms are float32
+    last_digit = max(own_digit, least_digit) * rms(expected)
+    allowed = 8 * max(rounding, last_digit)
     distance = rms(logits[..., :V] - expected[..., :V])
     return not distance <= allowed  # so that NaN differs

@@ -58,7 +58,7 @@ def loading_bar(bar: type, given: tuple, options: dict):
 logging.set_tqdm_hook(loading_bar)
 # what `load` says in a sentence, transformers would first say in a table
 logging.get_logger("transformers.modeling_utils").addFilter(
-    lambda told: not (LOADING.locked() and re.search("MISSING|MISMATCH", str(told.msg))))
+    lambda record: not (LOADING.locked() and re.search("MISSING|MISMATCH", str(record.msg))))
 
 
 class KVCache:
@@ -187,11 +187,15 @@ class CausalLM:
 
     def prefill(self, prompts: list[list[int]]) -> None:
         """Fill the KV with all but the last token of every prompt. That one is read in round 0."""
-        rows = [torch.tensor(prompt[:-1], dtype=torch.long) for prompt in prompts]
-        tokens = to_device(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), self.device)
-        for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-            piece = tokens[:, start:start + PREFILL_CHUNK]
-            self.causal(piece, torch.full((len(prompts),), start), logits=False)
+        rows = []
+        for prompt in prompts:
+            rows.append(torch.tensor(prompt[:-1], dtype=torch.long))
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        tokens = to_device(padded, self.device)
+        for begin in range(0, tokens.shape[1], PREFILL_CHUNK):
+            piece = tokens[:, begin:begin + PREFILL_CHUNK]
+            start = torch.full((len(prompts),), begin)
+            self.causal(piece, start, logits=False)
 
     @property
     def eos_tokens(self) -> list[int]:

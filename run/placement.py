@@ -94,9 +94,9 @@ class Placement:
         if store:  # gloo takes whoever connects first, from any account, for the other rank
             store.set(str(self.rank), secrets.token_hex())
             words = torch.tensor([list(store.get(str(rank))) for rank in range(2)])  # [2, 64]
-            told = list(torch.zeros_like(words))
-            dist.all_gather(told, words[self.rank])
-            if not torch.stack(told).equal(words):
+            heard = list(torch.zeros_like(words))
+            dist.all_gather(heard, words[self.rank])
+            if not torch.stack(heard).equal(words):
                 raise UserError("another program has connected in the place of a rank")
 
     @contextmanager

@@ -124,19 +124,20 @@ class Stats:
                 first = num_prompts  # of this batch
                 num_prompts += len(timed.rows)
             for row in timed.rows:
-                told = {"prompt": first + row.row, "round": timed.number, "drafted": row.drafted,
-                        "k": row.num_accepted, "t*": row.bonus, "kept": len(row.new_tokens),
-                        "hit": row.source == PRIMARY, "source": ("cache", "backup")[row.source]}
+                facts = {"prompt": first + row.row, "round": timed.number, "drafted": row.drafted,
+                         "k": row.num_accepted, "t*": row.bonus, "kept": len(row.new_tokens),
+                         "hit": row.source == PRIMARY,
+                         "source": "cache" if row.source == PRIMARY else "backup"}
                 track = 1 + row.row
-                events.append(trace_slice(0, track, "round", timed.start, timed.end, told))
+                events.append(trace_slice(0, track, "round", timed.start, timed.end, facts))
         return {"traceEvents": events}
 
 
 def trace_slice(rank: int, track: int, name: str, start: float, end: float,
-                told: dict[str, Any]) -> dict[str, Any]:
+                facts: dict[str, Any]) -> dict[str, Any]:
     begin = round(1e6 * start)
     # viewers take process 0 and thread 0 for the idle ones of Linux
-    return {"name": name, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": told,
+    return {"name": name, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": facts,
             "ts": begin, "dur": round(1e6 * end) - begin}
 
 
