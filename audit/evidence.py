@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessorList
 
-from audit.replay import Replayed, Text, members, precision_of, replay, target_logits, together
+from audit.replay import Replayed, Text, members, precision_of, replay, target_logits
 
 ALPHA = 1e-6          # a p-value below it is significant
 RANDOM = 1952         # seeds the audit's own random numbers, which no engine shares
@@ -170,13 +170,9 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
         tokens = torch.tensor(text.tokens, device=logits.device)
         within = torch.rand(len(tokens), generator=generator, dtype=torch.float64)
         within = within.to(logits.device)
-        start = text.prompt[-1]
-        replayed.append(replay(logits, tokens, warpers, within, memory, start, precision))
-    whole = together(replayed)
-    findings = {}
-    for name, chosen in members(texts).items():
-        findings[name] = audit(whole.where(chosen))
-    return findings
+        replayed.append(replay(logits, tokens, warpers, within, memory, text.prompt[-1], precision))
+    whole = Replayed(*map(torch.cat, zip(*replayed)))
+    return {name: audit(whole.where(chosen)) for name, chosen in members(texts).items()}
 
 
 def p_text(p: float) -> str:

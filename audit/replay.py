@@ -46,19 +46,12 @@ class Replayed(NamedTuple):
         return Replayed(*(part[chosen] for part in self))
 
 
-def together(texts: list[Replayed]) -> Replayed:
-    """Return the tokens of all texts as those of one."""
-    return Replayed(*map(torch.cat, zip(*texts)))
-
-
 def surprise(value: torch.Tensor, p: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return `[T, 3]`: a function of the token, `value` `[T, V]`, at the tokens `[T]` that were
     written, less its expectation under p `[T, V]`; its variance; its third central moment."""
     centred = value - (p * value).sum(-1, keepdim=True)
     seen = centred.gather(-1, tokens[:, None]).squeeze(-1)
-    variance = (p * centred ** 2).sum(-1)
-    third = (p * centred ** 3).sum(-1)
-    return torch.stack([seen, variance, third], -1)
+    return torch.stack([seen, (p * centred ** 2).sum(-1), (p * centred ** 3).sum(-1)], -1)
 
 
 def recall(table: torch.Tensor, row: torch.Tensor, p: torch.Tensor,
@@ -96,7 +89,8 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
     for name in parts[0]:
         columns[name] = torch.cat([part[name] for part in parts]).cpu()
     previous = torch.cat([torch.tensor([-1.0]), columns["uniform"][:-1]])
-    return Replayed(previous=previous, place=torch.arange(len(tokens)), **columns)
+    place = torch.arange(len(tokens))
+    return Replayed(previous=previous, place=place, **columns)
 
 
 def replay_piece(logits: torch.Tensor, tokens: torch.Tensor, within: torch.Tensor,
@@ -152,8 +146,7 @@ def id_ranges(p: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torc
     vocab_size = p.shape[-1]
     ranges = torch.arange(vocab_size, device=p.device) * RANGES // vocab_size
     p_ids = p.new_zeros(len(p), RANGES).index_add_(1, ranges, p)
-    ids = torch.nn.functional.one_hot(ranges[tokens], RANGES)
-    return ids - p_ids, p_ids
+    return torch.nn.functional.one_hot(ranges[tokens], RANGES) - p_ids, p_ids
 
 
 def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorList:
@@ -210,8 +203,7 @@ def precision_of(model) -> float:
 def rounding(logits: torch.Tensor, precision: float) -> torch.Tensor:
     """Return how far rounding may take each of logits `[T, V]`, `[T]`: 4 times the precision, times
     the largest logit."""
-    largest = logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
-    return 4 * precision * largest
+    return 4 * precision * logits.abs().masked_fill(logits.isinf(), 0).amax(-1)
 
 
 def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:

@@ -377,7 +377,7 @@ def test_a_failure_has_not_the_status_of_a_finding(problem, target_folder, tmp_p
     def fail(*_):
         raise problem
 
-    monkeypatch.setattr("audit.__main__.audit_groups", fail)
+    monkeypatch.setattr("audit.report.audit_groups", fail)
     text = Text([1], 90 * [4], [])
     assert audited([text], target_folder, tmp_path) == 2
     assert re.fullmatch(f"{type(problem).__name__}: .+\n", capsys.readouterr().err)

@@ -50,8 +50,7 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     num_accepted = (accepted * place).amax(1)          # [B]
     row = torch.arange(len(p), device=p.device)
     r = residual(weighted[row, num_accepted], q[row, num_accepted])  # [B, V]
-    bonus = draw(r, uniforms[:, lookahead])            # [B]
-    return num_accepted, bonus
+    return num_accepted, draw(r, uniforms[:, lookahead])             # [B], [B]
 
 
 def weights(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -83,8 +83,7 @@ def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
     tensor([[0, 0, 1]])
     """
     reached = pad(accepted.cumprod(1), (1, 0), value=1.0)  # [B, K+1] a_1 ... a_k
-    rejected = 1 - pad(accepted, (0, 1))                   # [B, K+1] 1 - a_(k+1)
-    likelihood = reached * rejected                        # [B, K+1] P(k)
+    likelihood = reached * (1 - pad(accepted, (0, 1)))     # [B, K+1] P(k)
     others = q.scatter(-1, drafted, 0.0)                   # [B, K+1, V]
     n = min(budget, q.shape[-1])
     by_q = others.topk(n).values / others.sum(-1, keepdim=True)  # [B, K+1, n]

@@ -29,9 +29,8 @@ def prompt_lookup(text: list[int], count: int) -> list[int]:
     [3, 4, 1, 2, 3]
     """
     def matched(end: int) -> int:
-        most = min(end, MAX_MATCH)
         length = 0
-        while length < most and text[end - 1 - length] == text[-1 - length]:
+        while length < min(end, MAX_MATCH) and text[end - 1 - length] == text[-1 - length]:
             length += 1
         return length
 
