@@ -209,7 +209,8 @@ def test_in_a_large_vocabulary_every_token_is_drawn_with_its_probability_to_1e_9
     interval no later token may be drawn, and 5e-10 behind it none that is not later; nowhere, not
     even by the least and the greatest number, one of probability 0. Of 151,936 tokens we try 120;
     numbers or sums in float32 miss by 1e-8 and more."""
-    V, near = 151_936, 5e-10
+    V = 151_936
+    near = 5e-10
     p = random_distributions(V).to(dtype)  # from here on not normalised
     p[::3] = 0
     p[-9:] = 0
@@ -905,6 +906,22 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
         assert max(uniform) - min(uniform) <= 1
 
 
+def by_formula(q: list[list[float]], drafted: list[int], accepted: list[float]) -> dict:
+    """How likely each outcome (k, t*) of a row is, as `ideas.confident.likeliest` says (V = 13,
+    r = 0.8)."""
+    outcomes = {}
+    reached = 1.0
+    for k, a in enumerate([*accepted, 0.0]):
+        rejected = set(drafted[k:k + 1])
+        others = sorted(set(range(13)) - rejected, key=q[k].__getitem__, reverse=True)
+        for F, bonus in enumerate(others, start=1):
+            by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
+            by_q = q[k][bonus] / sum(q[k][other] for other in others)
+            outcomes[k, bonus] = reached * (1 - a) * (by_q + by_rank) / 2
+        reached *= a
+    return outcomes
+
+
 @pytest.mark.parametrize("backup, temperature", (("random", 0.5), ("lookup", 0), ("neural", 0.5)))
 def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distributions(
         backup, temperature):
@@ -934,23 +951,18 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
             drafted = speculation.tokens[row].tolist()
             with torch.no_grad():
                 logits = draft.model.model(torch.tensor([text + drafted])).logits[0, -4:]
-            outcomes = {}
-            reached = 1.0
-            for k, (q, s) in enumerate(zip(logits.softmax(-1).tolist(), [*drafted, None])):
-                accepted = 0
-                if s is not None and source == PRIMARY:
-                    accepted = 0.55 + 0.45 * q[s]
-                elif s is not None and backup == "neural":
-                    accepted = q[s]  # a = 0.1
-                elif s is not None:
+            q = logits.softmax(-1).tolist()
+            accepted = []
+            for k, s in enumerate(drafted):
+                by_model = 0.55 + 0.45 * q[k][s]
+                if source == PRIMARY:
+                    accepted.append(by_model)
+                elif backup == "neural":
+                    accepted.append(q[k][s])  # a = 0.1
+                else:
                     sent = float(speculation.q[row, k, s]) if temperature else 1
-                    accepted = min(0.55 + 0.45 * q[s], q[s] / sent)
-                others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
-                for F, bonus in enumerate(others, start=1):
-                    by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
-                    by_q = q[bonus] / sum(q[other] for other in others)
-                    outcomes[k, bonus] = reached * (1 - accepted) * (by_q + by_rank) / 2
-                reached *= accepted
+                    accepted.append(min(by_model, q[k][s] / sent))
+            outcomes = by_formula(q, drafted, accepted)
             guessed = torch.stack(guesses, 2)[row].tolist()
             best = set(sorted(outcomes, key=outcomes.get)[-8:])
             beyond_the_end = length[row] + 2 > draft.model.last_position
@@ -1080,7 +1092,8 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, a_random, pace, ch
     T_b = K / (K + 1). Where T_p > 1, misses wait for it, too."""
     shape = cache.geometric_fan_out(20, 4, a, 0.3)
     hit_rate = cache.power_law_hit_rate(shape, a, 0.3)
-    E, E_random = cache.expected_tokens(a, 4), cache.expected_tokens(a_random or 0.1, 4)
+    E = cache.expected_tokens(a, 4)
+    E_random = cache.expected_tokens(a_random or 0.1, 4)
     draft_pass = pace[1] / pace[0] if pace[0] else 1 / 5
     T_p = max(1.0, 5 * draft_pass)
     backups = []
