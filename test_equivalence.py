@@ -45,7 +45,8 @@ judged by the audit (audit/), which this file uses from chapter 3 on.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from argparse import ArgumentParser
-    ArgumentParser(description="Print the table of chapters 4 and 8, in some minutes.").parse_args()
+    ArgumentParser(description="Plant the mistakes of chapters 4 and 8, and print which p-values "
+                   "find each, in some minutes.").parse_args()
 
 import inspect
 import itertools
@@ -72,7 +73,7 @@ import figures.guesses
 import ideas
 import saguaro
 import sampling
-from audit.evidence import ALPHA, Finding, audit_groups, evenness
+from audit.evidence import ALPHA, Finding, audit_groups, chi_square_p_value, evenness
 from audit.replay import Text, replay, warpers_of
 from cache import BACKUP, PRIMARY, Outcome, Speculation, SpeculationCache
 from cli.settings import Settings
@@ -125,17 +126,17 @@ def goodness_of_fit(observed: torch.Tensor, probability: torch.Tensor) -> float:
     expected, order = (observed.sum() * probability).sort()
     rare = int(((expected < 5) | (expected.cumsum(0) - expected < 5)).sum())
     bins = torch.stack([expected, observed[order]])
-    expected, observed = torch.cat([bins[:, :rare].sum(1, keepdim=True), bins[:, rare:]], 1)
-    freedom = torch.tensor(len(expected) - 1)
+    pooled = bins[:, :rare].sum(1, keepdim=True)
+    expected, observed = torch.cat([pooled, bins[:, rare:]], 1)
     chi_square = ((observed - expected).square() / expected).sum()
-    return float(torch.special.gammaincc(freedom / 2, chi_square / 2))
+    return chi_square_p_value(chi_square, len(expected) - 1)
 
 
-def assert_drawn(tokens: torch.Tensor, p: torch.Tensor) -> None:
+def assert_drawn(tokens: torch.Tensor, p: torch.Tensor, bins: int = 40) -> None:
     """Assert that tokens `[N]` were drawn from the distributions p `[N, V]`, each from its own."""
     replayed = replay(p.log(), tokens, warpers_of(1.0, 0, 1.0), draw_uniforms(len(tokens)), [])
     assert replayed.possible.all()
-    assert evenness(replayed.uniform, bins=40) > ALPHA
+    assert evenness(replayed.uniform, bins) > ALPHA
 
 
 def smallest(findings: dict[str, Finding]) -> float:
@@ -180,8 +181,9 @@ def test_a_draft_from_any_q_becomes_a_token_from_p(kind):
     p = random_distributions(500, 7)
     q = PROPOSALS[kind](p, random_distributions(500, 7, seed=1))
     q = q / q.sum(-1, keepdim=True)
-    accept = torch.stack([sampling.acceptance_probability(p, q, torch.full((500,), token))
-                          for token in range(7)], -1).nan_to_num(0)  # 0/0: never drafted
+    accept = [sampling.acceptance_probability(p, q, torch.full((500,), token))
+              for token in range(7)]
+    accept = torch.stack(accept, -1).nan_to_num(0)  # 0/0: never drafted
     rejected = (q * (1 - accept)).sum(-1, keepdim=True)
     assert_close(q * accept + rejected * sampling.residual(p, q), p)
 
@@ -211,7 +213,8 @@ def test_in_a_large_vocabulary_every_token_is_drawn_with_its_probability_to_1e_9
     interval no later token may be drawn, and 5e-10 behind it none that is not later; nowhere, not
     even by the least and the greatest number, one of probability 0. Of 151,936 tokens we try 120;
     numbers or sums in float32 miss by 1e-8 and more."""
-    V, near = 151_936, 5e-10
+    V = 151_936
+    near = 5e-10
     p = random_distributions(V).to(dtype)  # from here on not normalised
     p[::3] = 0
     p[-9:] = 0
@@ -296,9 +299,11 @@ def test_what_a_verification_makes_of_many_drafts_has_the_targets_distribution(r
     q = random_distributions(100_000, 2, 7, seed=1)
     tokens = sampling.inverse_cdf(q, draw_uniforms(100_000, 2))
     k, bonus = VERIFICATIONS[rule](p, tokens, q, draw_uniforms(100_000, 3, seed=1))
-    new = torch.cat([tokens, bonus[:, None]], 1).scatter(1, k[:, None], bonus[:, None])
+    bonus = bonus[:, None]
+    new = torch.cat([tokens, bonus], 1).scatter(1, k[:, None], bonus)
     for place in range(3):
-        assert_drawn(new[k >= place, place], p[k >= place, place])
+        chosen = k >= place
+        assert_drawn(new[chosen, place], p[chosen, place])
 
 
 def bounds_and_residuals(p, tokens, q):
@@ -319,21 +324,30 @@ def bounds_and_residuals(p, tokens, q):
     return bounds, torch.stack(residuals, 1)
 
 
+def texts_up_to(length: int, V: int) -> list[tuple[int, ...]]:
+    """All texts of at most so many of V tokens."""
+    return [text for n in range(length + 1) for text in itertools.product(range(V), repeat=n)]
+
+
 def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
     """The exact probabilities of a text's first three tokens (K = 2), over rounds. p and q are the
     distributions `[V]` after each text. If uniform numbers are `kept`, each belongs to a position
     of the text, and judges it in every round; else they belong to a round."""
     V = len(p[()])
-    texts = [text for n in range(3) for text in itertools.product(range(V), repeat=n)]
     pairs = [*itertools.product(range(V), repeat=2)]
-    rows = [*itertools.product(texts, pairs)]
-    found = bounds_and_residuals(
-        torch.stack([torch.stack([p[text + s[:i]] for i in range(3)]) for text, s in rows]),
-        torch.tensor([s for _, s in rows]),
-        torch.stack([torch.stack([q[text + s[:i]] for i in range(2)]) for text, s in rows]))
-    told = dict(zip(rows, zip(*(part.tolist() for part in found))))
-    cuts = [sorted({0.0, 1.0, *(told[text, s][0][place - len(text)] for text, s in rows
-                                if 0 <= place - len(text) < 2)}) for place in range(4)]
+    rows = [*itertools.product(texts_up_to(2, V), pairs)]
+    all_p = []
+    all_q = []
+    for text, s in rows:
+        all_p.append(torch.stack([p[text], p[text + s[:1]], p[text + s]]))
+        all_q.append(torch.stack([q[text], q[text + s[:1]]]))
+    drafted = torch.tensor([s for _, s in rows])
+    found = bounds_and_residuals(torch.stack(all_p), drafted, torch.stack(all_q))
+    verified = dict(zip(rows, zip(*(part.tolist() for part in found))))
+    cuts = [{0.0, 1.0} for _ in range(4)]  # the bounds of each position
+    for (text, _), (bounds, _) in verified.items():
+        for place, bound in enumerate(bounds, start=len(text)):
+            cuts[place].add(bound)
     law = Counter()
 
     def write(text: tuple, mass: float, known: dict) -> None:
@@ -341,20 +355,24 @@ def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
             law[text[:3]] += mass
             return
         for s in pairs:
-            bounds, residuals = told[text, s]
+            bounds, residuals = verified[text, s]
             drafted = q[text][s[0]] * q[text + s[:1]][s[1]]
             cells = []  # of the two numbers: where each may lie, and how likely
             for place, bound in enumerate(bounds, start=len(text)):
-                ends = cuts[place] if kept else (0.0, bound, 1.0)
-                fresh = [((low + high) / 2, high - low) for low, high in zip(ends, ends[1:])]
-                cells.append([(known[place], 1.0)] if place in known else fresh)
+                if place in known:
+                    cells.append([(known[place], 1.0)])
+                    continue
+                ends = sorted(cuts[place]) if kept else [0.0, bound, 1.0]
+                cells.append([((low + high) / 2, high - low)
+                              for low, high in itertools.pairwise(ends)])
             for (first, width), (second, other) in itertools.product(*cells):
                 k = 2 if second < bounds[1] else int(first < bounds[0])
                 numbers = {len(text): first, len(text) + 1: second}
+                later = known | numbers if kept else {}
                 for bonus, share in enumerate(residuals[k]):
                     likely = mass * float(drafted) * width * other * share
                     if likely:
-                        write(text + s[:k] + (bonus,), likely, known | numbers if kept else {})
+                        write(text + s[:k] + (bonus,), likely, later)
 
     write((), 1.0, {})
     return law
@@ -363,26 +381,32 @@ def law_of_three_tokens(p: dict, q: dict, kept: bool) -> Counter:
 def test_noise_of_a_round_is_exact_and_noise_of_a_position_is_not():
     """Enumerated. The numbers of a position would be known to be large where the round before did
     not accept it. (Of two tokens the residual has one at most: its weights show only in three.)"""
-    texts = [text for n in range(5) for text in itertools.product(range(3), repeat=n)]
-    differ = [dict(zip(texts, (random_distributions(len(texts), 3, seed=seed) + 0.2) / 1.6))
-              for seed in (0, 5)]
+    texts = texts_up_to(4, 3)
+    differ = []
+    for seed in (0, 5):
+        drawn = random_distributions(len(texts), 3, seed=seed)
+        differ.append(dict(zip(texts, (drawn + 0.2) / 1.6)))
     alike = [dict.fromkeys(texts, torch.tensor(each, dtype=torch.float64))
              for each in ([0.6, 0.4], [0.05, 0.95])]
     for (p, q), kept, distance in ((differ, False, 0.0), (alike, False, 0.0), (alike, True, 0.083)):
         law = law_of_three_tokens(p, q, kept)
-        expected = {(x, y, z): p[()][x] * p[x,][y] * p[x, y][z]
-                    for x, y, z in itertools.product(range(len(p[()])), repeat=3)}
-        apart = sum(abs(law[text] - float(expected[text])) for text in expected) / 2
-        assert apart == pytest.approx(distance, abs=1e-3 if kept else 1e-12)
+        apart = 0.0
+        for x, y, z in itertools.product(range(len(p[()])), repeat=3):
+            expected = p[()][x] * p[x,][y] * p[x, y][z]
+            apart += abs(law[x, y, z] - float(expected)) / 2
+        within = 1e-3 if kept else 1e-12
+        assert apart == pytest.approx(distance, abs=within)
 
 
 def test_the_noise_is_exponential_and_its_hash_that_of_splitmix64():
     """As published: the first number of its seed 1234567."""
     hashed = scrambled(torch.tensor(1234567) + GOLDEN)
     assert int(hashed) % 2 ** 64 == 6457827717110365317
-    uniforms = torch.cat([torch.tensor([0, 2.0 ** -53]), draw_uniforms(498)])
+    least = torch.tensor([0, 2.0 ** -53])
+    uniforms = torch.cat([least, draw_uniforms(498)])
     E = exponentials(uniforms, 1000)
-    assert 0 < E.min() and E.max() < torch.inf and len(E.unique()) == E.numel()
+    assert 0 < E.min() and E.max() < torch.inf
+    assert len(E.unique()) == E.numel()
     assert evenness((-E).exp().flatten(), bins=100) > ALPHA
     for p in random_distributions(10, 500, 1000).float():
         assert race(p, uniforms).equal((E / p).argmin(-1)), "in float64"
@@ -401,7 +425,8 @@ def test_what_is_verified_was_drawn_from_the_very_q_that_verifies_it(backup):
     for (speculation, _), (_, tokens, q, _) in zip(record, given, strict=True):
         assert tokens.equal(speculation.tokens) and q.equal(speculation.q)
     source = torch.cat([speculation.source for speculation, _ in record[1:]])
-    tokens, q = (torch.cat([args[which] for args in given[1:]]) for which in (1, 2))
+    tokens = torch.cat([args[1] for args in given[1:]])
+    q = torch.cat([args[2] for args in given[1:]])
     for drafted_by in (PRIMARY, BACKUP):
         chosen = source == drafted_by
         assert_drawn(tokens[chosen].flatten(), q[chosen].flatten(0, 1))
@@ -468,8 +493,8 @@ def code(texts: torch.Tensor) -> torch.Tensor:
 def following(n: int, temperature=1.0, top_k=0, top_p=1.0, **_) -> torch.Tensor:
     """The target's next-token distributions `[VOCAB^n, VOCAB]` after the prompt and every text of n
     tokens, by plain passes."""
-    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=n))).long().view(VOCAB ** n, n)
-    texts = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], 1)
+    endings = itertools.product(range(VOCAB), repeat=n)
+    texts = torch.tensor([[*PROMPT, *ending] for ending in endings])
     with torch.inference_mode():
         logits = exact_pair()[0](texts, use_cache=False).logits[:, -1]
     return Sampler(temperature, top_k, top_p).probabilities(logits)
@@ -545,12 +570,9 @@ def test_the_first_three_tokens_have_exactly_the_targets_joint_distribution(choi
         p = following(k + 2, **choices)
         for drafted_by in (PRIMARY, BACKUP):
             chosen = texts[(num_accepted[:, 0] == k) & (source == drafted_by)]
-            assert len(chosen) > 100
-            logits = p[code(chosen[:, :k + 2])].log()
-            warpers = warpers_of(1.0, top_k=0, top_p=1.0)
-            replayed = replay(logits, chosen[:, k + 2], warpers, draw_uniforms(len(chosen)), [])
-            assert replayed.possible.all(), (k, drafted_by)
-            assert evenness(replayed.uniform, bins=8) > ALPHA, (k, drafted_by)
+            assert len(chosen) > 100, (k, drafted_by)
+            before = code(chosen[:, :k + 2])
+            assert_drawn(chosen[:, k + 2], p[before], bins=8)
 
 
 class RandomRun:
@@ -609,16 +631,21 @@ def test_in_random_settings_all_texts_are_the_targets(seed):
     run = random_run(seed)
     choices = run.choices
     print(choices, "eos", run.eos, "lengths", [len(prompt) for prompt in run.prompts])
-    for row, (prompt, text) in enumerate(zip(run.prompts, run.texts)):
+    heard = [[] for _ in run.texts]
+    for row, new in run.rounds:
+        heard[row] += new
+    assert heard == run.texts
+    texts = []
+    for prompt, text in zip(run.prompts, run.texts):
         max_new = min(choices["max_new_tokens"], 128 - len(prompt))
-        assert text == [token for number, new in run.rounds if number == row for token in new]
+        ended = text[-1] in run.eos
         assert not set(text[:-1]) & set(run.eos), "nothing follows an ending"
-        assert len(text) == max_new or len(text) < max_new and text[-1] in run.eos
-        assert not run.greedy or [text] == greedy_reference(run.target, [prompt], max_new, run.eos)
+        assert len(text) == max_new or ended and len(text) < max_new
+        if run.greedy:
+            assert [text] == greedy_reference(run.target, [prompt], max_new, run.eos)
+        texts.append(Text(prompt, text, [""] * len(text)))
     if not run.greedy:
-        texts = [Text(prompt, text, [""] * len(text))
-                 for prompt, text in zip(run.prompts, run.texts)]
-        warpers = warpers_of(*(choices[name] for name in ("temperature", "top_k", "top_p")))
+        warpers = warpers_of(choices["temperature"], choices["top_k"], choices["top_p"])
         assert smallest(audit_groups(run.target, texts, warpers, len(texts))) > ALPHA
 
 # ---- 4. planted mistakes: each must be caught by the statistic of chapter 3 ----
@@ -844,10 +871,12 @@ def test_guesses_of_a_race_are_the_first_tokens_but_for_the_rejected_one():
     target = random_model()
     decoder = make_decoder(target, target, temperature=0.8, top_k=2, verification="race")
     logits = 3 * random_distributions(2, 4, 40).log()
-    E = exponentials(UniformStream(0, sampling.VERIFIER_STREAM).draw(2, 4)[:, -1], 40)
-    times = E[:, None] / Sampler(0.8).probabilities(logits)  # [B, K+1, V]
+    uniforms = UniformStream(0, sampling.VERIFIER_STREAM).draw(2, 4)
+    E = exponentials(uniforms[:, -1:], 40)                   # [B, 1, V]
+    times = E / Sampler(0.8).probabilities(logits)           # [B, K+1, V]
     tokens = times[:, :-1].argmin(-1)
-    guesses = decoder.draft.candidates(logits, Speculation(tokens, logits, torch.zeros(2)))
+    speculation = Speculation(tokens, logits, torch.zeros(2))
+    guesses = decoder.draft.candidates(logits, speculation)
     times[:, :-1].scatter_(-1, tokens[..., None], torch.inf)
     assert guesses.equal(times.argsort(-1)[..., :7])
 
@@ -870,13 +899,31 @@ def test_fan_out_is_the_best_of_all_shapes_of_the_budget():
         def misses(shape, likelihood=likelihood, r=r) -> float:
             return sum(P * (F ** -r if F else 2.0) for P, F in zip(likelihood, shape))
 
-        shapes = itertools.product(range(budget + 1), repeat=K + 1)
-        shapes = [list(shape) for shape in shapes if sum(shape) == budget]
+        shapes = map(list, itertools.product(range(budget + 1), repeat=K + 1))
+        shapes = [shape for shape in shapes if sum(shape) == budget]
         ours = cache.geometric_fan_out(budget, K, a, r)
+        best = min(map(misses, shapes))
         assert ours in shapes
-        assert misses(ours) <= min(map(misses, shapes)) + 1e-12, (budget, K, a, r)
+        assert misses(ours) <= best + 1e-12, (budget, K, a, r)
         uniform = cache.uniform_fan_out(budget, K, a, r)
-        assert uniform in shapes and max(uniform) - min(uniform) <= 1
+        assert uniform in shapes
+        assert max(uniform) - min(uniform) <= 1
+
+
+def by_formula(q: list[list[float]], drafted: list[int], accepted: list[float]) -> dict:
+    """How likely each outcome (k, t*) of a row is, as `ideas.confident.likeliest` says (V = 13,
+    r = 0.8)."""
+    outcomes = {}
+    reached = 1.0
+    for k, a in enumerate([*accepted, 0.0]):
+        rejected = set(drafted[k:k + 1])
+        others = sorted(set(range(13)) - rejected, key=q[k].__getitem__, reverse=True)
+        for F, bonus in enumerate(others, start=1):
+            by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
+            by_q = q[k][bonus] / sum(q[k][other] for other in others)
+            outcomes[k, bonus] = reached * (1 - a) * (by_q + by_rank) / 2
+        reached *= a
+    return outcomes
 
 
 @pytest.mark.parametrize("backup, temperature", (("random", 0.5), ("lookup", 0), ("neural", 0.5)))
@@ -908,23 +955,18 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
             drafted = speculation.tokens[row].tolist()
             with torch.no_grad():
                 logits = draft.model.model(torch.tensor([text + drafted])).logits[0, -4:]
-            outcomes = {}
-            reached = 1.0
-            for k, (q, s) in enumerate(zip(logits.softmax(-1).tolist(), [*drafted, None])):
-                accepted = 0
-                if s is not None and source == PRIMARY:
-                    accepted = 0.55 + 0.45 * q[s]
-                elif s is not None and backup == "neural":
-                    accepted = q[s]  # a = 0.1
-                elif s is not None:
+            q = logits.softmax(-1).tolist()
+            accepted = []
+            for k, s in enumerate(drafted):
+                by_model = 0.55 + 0.45 * q[k][s]
+                if source == PRIMARY:
+                    accepted.append(by_model)
+                elif backup == "neural":
+                    accepted.append(q[k][s])  # a = 0.1
+                else:
                     sent = float(speculation.q[row, k, s]) if temperature else 1
-                    accepted = min(0.55 + 0.45 * q[s], q[s] / sent)
-                others = sorted(set(range(13)) - {s}, key=q.__getitem__, reverse=True)
-                for F, bonus in enumerate(others, start=1):
-                    by_rank = 0.5 if F == 1 else ((F - 1) ** -0.8 - F ** -0.8) / 2
-                    by_q = q[bonus] / sum(q[other] for other in others)
-                    outcomes[k, bonus] = reached * (1 - accepted) * (by_q + by_rank) / 2
-                reached *= accepted
+                    accepted.append(min(by_model, q[k][s] / sent))
+            outcomes = by_formula(q, drafted, accepted)
             guessed = torch.stack(guesses, 2)[row].tolist()
             best = set(sorted(outcomes, key=outcomes.get)[-8:])
             beyond_the_end = length[row] + 2 > draft.model.last_position
@@ -938,18 +980,22 @@ def test_confident_guesses_are_the_likeliest_outcomes_by_the_drafts_own_distribu
 def test_look_up_hits_if_and_only_if_the_outcome_was_guessed():
     """And takes what was prepared for it."""
     rows, branches, K, vocab = 400, 6, 3, 7
-    guessed = draw_uniforms(rows, (K + 1) * vocab).argsort()[:, :branches]  # k * vocab + t*
+    guessed = draw_uniforms(rows, 28).argsort()[:, :branches]  # k * vocab + t*, of 4 * 7 outcomes
+    guesses = Outcome(guessed // vocab, guessed % vocab)
     tokens = (draw_uniforms(rows, branches, K) * vocab).long()
     q = draw_uniforms(rows, branches, K, vocab, seed=1)
-    prepared = SpeculationCache(Outcome(guessed // vocab, guessed % vocab), tokens, q)
-    actual = (draw_uniforms(rows, seed=2) * (K + 1) * vocab).long()
+    actual = (draw_uniforms(rows, seed=2) * 28).long()
     outcome = Outcome(actual // vocab, actual % vocab)
     match = guessed == actual[:, None]
+    prepared = SpeculationCache(guesses, tokens, q)
     taken, taken_q, hit = prepared.look_up(outcome)
     assert hit.equal(match.any(1)) and 20 < hit.sum() < rows - 20
-    assert taken[hit].equal(tokens[match]) and taken_q[hit].equal(q[match])
-    tokens, q, hit = SpeculationCache.empty(rows, K, q[0, 0, 0]).look_up(outcome)
-    assert not hit.any() and tokens.shape == (rows, K) and q.shape == (rows, K, vocab)
+    assert taken[hit].equal(tokens[match])
+    assert taken_q[hit].equal(q[match])
+    empty = SpeculationCache.empty(rows, K, q[0, 0, 0])
+    tokens, q, hit = empty.look_up(outcome)
+    assert not hit.any()
+    assert (tokens.shape, q.shape) == ((rows, K), (rows, K, vocab))
 
 
 def test_saguaro_sampling_is_definition_14():
@@ -1050,7 +1096,8 @@ def test_backup_auto_is_the_better_one_at_every_batch_size(a, a_random, pace, ch
     T_b = K / (K + 1). Where T_p > 1, misses wait for it, too."""
     shape = cache.geometric_fan_out(20, 4, a, 0.3)
     hit_rate = cache.power_law_hit_rate(shape, a, 0.3)
-    E, E_random = cache.expected_tokens(a, 4), cache.expected_tokens(a_random or 0.1, 4)
+    E = cache.expected_tokens(a, 4)
+    E_random = cache.expected_tokens(a_random or 0.1, 4)
     draft_pass = pace[1] / pace[0] if pace[0] else 1 / 5
     T_p = max(1.0, 5 * draft_pass)
     backups = []
@@ -1080,12 +1127,15 @@ def test_the_shape_after_a_backup_is_that_of_its_own_acceptance_rate(backup, a):
 @pytest.mark.parametrize("a, r", ((0.9, 0.6), (0.2, 1.5)))
 def test_the_counts_of_guesses_tell_a_r_and_the_hits_of_every_shape(a, r):
     """400,000 outcomes: k of 5 tokens accepted, F guesses miss with probability F^-r / 2."""
-    shape, rows, depth = [6, 4, 0, 3, 1, 2], 400_000, 16
+    shape = [6, 4, 0, 3, 1, 2]
+    rows = 400_000
     accepted = accept(rows, 5, a)
-    number = ((2 * draw_uniforms(rows, seed=1)) ** (-1 / r)).clamp(max=1e6).long()
-    hits = float((number < torch.tensor(shape)[accepted]).double().mean())
-    cells = accepted * (depth + 1) + number.clamp(max=depth)
-    table = torch.bincount(cells, minlength=6 * (depth + 1)).view(6, depth + 1)
+    wanted = (2 * draw_uniforms(rows, seed=1)) ** (-1 / r)
+    number = wanted.clamp(max=1e6).long()  # of the right guess
+    hit = number < torch.tensor(shape)[accepted]
+    hits = float(hit.double().mean())
+    cells = 17 * accepted + number.clamp(max=16)
+    table = torch.bincount(cells, minlength=6 * 17).view(6, 17)
     assert figures.guesses.counted_hit_rate(table, shape) == pytest.approx(hits)
     assert cache.power_law_hit_rate(shape, a, r) == pytest.approx(hits, abs=0.005)
     assert figures.guesses.counted_acceptance_rate(table) == pytest.approx(a, abs=0.005)
@@ -1139,9 +1189,8 @@ def assert_kv_is_fresh(model: CausalLM, row: int, text: list[int]) -> None:
     with torch.inference_mode():
         fresh = model.model(torch.tensor([text]))[model.cache_name].layers
     for number, plain in enumerate(fresh):
-        keys, values = model.kv.layers[number]
-        assert_close(keys[row, :, :len(text)], plain.keys[0], 1e-9)
-        assert_close(values[row, :, :len(text)], plain.values[0], 1e-9)
+        for buffer, expected in zip(model.kv.layers[number], (plain.keys, plain.values)):
+            assert_close(buffer[row, :, :len(text)], expected[0], 1e-9)
 
 
 @pytest.mark.parametrize("mode, backup, temperature", (
@@ -1289,11 +1338,15 @@ def test_the_draft_fills_the_cache_before_it_hears_the_outcome():
 
 def test_a_text_ends_with_the_first_end_of_a_round_and_says_why():
     """An end-of-sequence token counts more than a length that is reached with it."""
-    sequences = saguaro.Sequences([[1], [1], [1], [1], 3 * [1]], 3, 5, eos=[5, 6])
-    rounds = ([3, 5, 4, 6], [3], [3, 3, 5, 3], [3, 3, 3, 5], [3, 3, 5])
-    kept = [sequences.extend_row(row, tokens) for row, tokens in enumerate(rounds)]
-    assert kept == [[3, 5], [3], [3, 3, 5], [3, 3, 3], [3, 3]]
-    assert sequences.finish_reasons == ["eos", None, "eos", "length", "context"]
+    for prompt, tokens, kept, reason in (
+            ([1], [3, 5, 4, 6], [3, 5], "eos"),
+            ([1], [3], [3], None),
+            ([1], [3, 3, 5, 3], [3, 3, 5], "eos"),
+            ([1], [3, 3, 3, 5], [3, 3, 3], "length"),
+            ([1, 1, 1], [3, 3, 5], [3, 3], "context")):
+        sequences = saguaro.Sequences([prompt], max_new_tokens=3, context=5, eos=[5, 6])
+        assert sequences.extend_row(0, tokens) == kept
+        assert sequences.finish_reasons == [reason]
 
 
 def test_an_outcome_is_sent_before_it_is_shown():
@@ -1390,10 +1443,10 @@ def test_what_is_lossless_and_yet_wrong_is_caught_elsewhere(monkeypatch, change)
 
 
 def detection_table() -> None:
-    control = ", ".join(f"{name} {value}" for name, value in CONTROL.items())
-    print(f"{control}; caught below {ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 "
-          "texts (chapter 3)\nsecond: the audit's, in how many tokens of longer texts: "
-          "four times as many until it is caught")
+    print(f"Temperature {CONTROL['temperature']}, C = {CONTROL['downweight']}; caught below "
+          f"{ALPHA:g}\nfirst: p-value of the first three tokens of 20,000 texts (chapter 3)\n"
+          "second: the audit's, in how many tokens of longer texts: four times as many until it "
+          "is caught")
     missed = []
     for title, names in (("no mistake", UNCHANGED), ("mistakes", MISTAKES),
                          ("wrong, and yet lossless", IN_ONE_PROCESS)):

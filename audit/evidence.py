@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     p_values: dict[str, float]  # by name, see TESTS; NaN: too few tokens to tell
 
 
-def audit(told: Replayed) -> Finding:
+def audit(texts: Replayed) -> Finding:
     """Were these texts written by the target? (Rosenblatt 1952; Smith 1985; for discrete
     distributions Brockwell 2007.)
 
@@ -76,20 +76,25 @@ def audit(told: Replayed) -> Finding:
     Biases that cancel, token against token, may hide from the bins. Those that depend on the id
     before show in the next ids and their places if that id comes often enough.
     """
-    u = told.uniform
-    follows = told.place > 0
+    u = texts.uniform
+    follows = texts.place > 0
+    bin_before = (10 * texts.previous[follows]).long()
+    place_range = (texts.place + 1).double().log2().long()
     p_values = {
         "bins": evenness(u, bins=20),
-        "pairs": evenness(u[follows], given=(10 * told.previous[follows]).long()),
-        "place": evenness(u, given=(told.place + 1).double().log2().long()),
-        "ids": counts_p_value(told.ids, told.p_ids)}
-    log_p = told.log_p[told.possible]
+        "pairs": evenness(u[follows], given=bin_before),
+        "place": evenness(u, given=place_range),
+        "ids": counts_p_value(texts.ids, texts.p_ids)}
+    log_p = texts.log_p[texts.possible]
+    sums = {"next id": texts.next_id, "next nth": texts.next_nth, "argmax": texts.argmax,
+            "log p": log_p}
     deviations = {}
-    for name, surprises in zip(TESTS[4:], (told.next_id, told.next_nth, told.argmax, log_p)):
+    for name, surprises in sums.items():
         deviations[name], p_values[name] = sum_p_value(surprises)
+    impossible = int((~texts.possible).sum())
+    near_ties = int(texts.near_tie.sum())
     nats = float(log_p[:, 0].mean())
-    impossible = int((~told.possible).sum())
-    return Finding(len(u), impossible, int(told.near_tie.sum()), deviations, nats, p_values)
+    return Finding(len(u), impossible, near_ties, deviations, nats, p_values)
 
 
 def would_have_shown(tokens: int) -> float:
@@ -101,29 +106,38 @@ def evenness(numbers: torch.Tensor, bins: int = 10, given: torch.Tensor | int = 
     """Return the p-value of the hypothesis that numbers `[N]` in (0, 1) are uniform whatever their
     class `given` `[N]` (0, 1, ...). Classes with fewer than `EXPECTED` in a bin are left out. It is
     NaN if all are."""
-    cell = given * bins + (numbers * bins).long().clamp(max=bins - 1)
-    observed = torch.bincount(cell)
-    observed = torch.nn.functional.pad(observed, (0, -len(observed) % bins)).view(-1, bins)
-    observed = observed[observed.sum(1) >= EXPECTED * bins].double()
+    number = (numbers * bins).long().clamp(max=bins - 1)
+    counts = torch.bincount(given * bins + number)
+    empty = -len(counts) % bins  # bins of the last class
+    table = torch.nn.functional.pad(counts, (0, empty)).view(-1, bins)  # [classes, bins]
+    enough = table.sum(1) >= EXPECTED * bins
+    observed = table[enough].double()
     if not len(observed):
         return math.nan
     expected = observed.mean(1, keepdim=True)
-    chi_square = ((observed - expected).square() / expected).sum()
-    freedom = torch.tensor(len(observed) * (bins - 1.0))
-    return float(torch.special.gammaincc(freedom.double() / 2, chi_square / 2))
+    deviations = (observed - expected).square() / expected
+    return chi_square_p_value(deviations.sum(), len(observed) * (bins - 1))
+
+
+def chi_square_p_value(chi_square: torch.Tensor, freedom: int) -> float:
+    """Return how likely chance alone is to make a chi-square, float64, of so many degrees of
+    `freedom` as large."""
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, chi_square / 2))
 
 
 def counts_p_value(surprises: torch.Tensor, p: torch.Tensor) -> float:
     """Return the p-value of the hypothesis that each token falls into a class with its
     probabilities `p` `[N, classes]`. `surprises` are 1 for the class it fell into and 0 for others,
     less p. Directions in which the counts hardly vary are left out. It is NaN if all are."""
-    variance, directions = torch.linalg.eigh(p.sum(0).diag() - p.T @ p)
+    covariance = p.sum(0).diag() - p.T @ p
+    variance, directions = torch.linalg.eigh(covariance)
     enough = variance >= 2 * EXPECTED
     if not enough.any():
         return math.nan
-    along = (surprises.sum(0) @ directions)[enough]
-    chi_square = (along.square() / variance[enough]).sum()
-    return float(torch.special.gammaincc(enough.sum().double() / 2, chi_square / 2))
+    along = surprises.sum(0) @ directions
+    deviations = along.square() / variance
+    return chi_square_p_value(deviations[enough].sum(), int(enough.sum()))
 
 
 def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
@@ -139,7 +153,7 @@ def sum_p_value(surprises: torch.Tensor) -> tuple[float, float]:
     shape = 4 / max(skewness ** 2, 1e-6)  # 1e-6: as good as normal
     along = math.copysign(deviation, deviation * skewness)
     quantile = max(0.0, shape + along * shape ** 0.5)
-    gamma = [torch.tensor(number, dtype=torch.float64) for number in (shape, quantile)]
+    gamma = torch.tensor([shape, quantile], dtype=torch.float64)
     above = float(torch.special.gammaincc(*gamma))
     below = float(torch.special.gammainc(*gamma))
     return deviation, min(1.0, 2 * min(above, below))
@@ -149,15 +163,16 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
                  batch_size: int) -> dict[str, Finding]:
     """Return the finding of all tokens ("all") and of each group."""
     generator = torch.Generator().manual_seed(RANDOM)
-    told = []
+    precision = precision_of(model)
     memory = []
+    replayed = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
-        within = torch.rand(len(text.tokens), generator=generator, dtype=torch.float64)
-        tokens = torch.tensor(text.tokens)
-        told.append(replay(logits, tokens.to(logits.device), warpers, within.to(logits.device),
-                           memory, text.prompt[-1], precision_of(model)))
-    told = Replayed(*(torch.cat(part) for part in zip(*told)))
-    return {name: audit(told.where(chosen)) for name, chosen in members(texts).items()}
+        tokens = torch.tensor(text.tokens, device=logits.device)
+        within = torch.rand(len(tokens), generator=generator, dtype=torch.float64)
+        within = within.to(logits.device)
+        replayed.append(replay(logits, tokens, warpers, within, memory, text.prompt[-1], precision))
+    whole = Replayed(*map(torch.cat, zip(*replayed)))
+    return {name: audit(whole.where(chosen)) for name, chosen in members(texts).items()}
 
 
 def p_text(p: float) -> str:

@@ -75,36 +75,58 @@ def replay(logits: torch.Tensor, tokens: torch.Tensor, warpers: LogitsProcessorL
     A token that top-k or top-p leaves out counts as the last one that they let in, if they would
     let it in with its logit raised by `rounding` at this `precision`: so it may have been inside in
     the engine."""
-    parts = []
     vocab_size = logits.shape[-1]
     rows = max(1, PIECE // vocab_size)
     if not memory:
         memory += logits.new_zeros(2, min(rows, vocab_size), vocab_size, dtype=torch.float64)
-    before = torch.cat([tokens.new_tensor([start]), tokens[:-1]]) % len(memory[0])
-    pieces = (part.split(rows) for part in (logits, tokens, within, before))
-    for piece, token, inside, row in zip(*pieces):
-        piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
-        p = warpers(None, piece).double().softmax(-1)
-        if p.isnan().any():
-            raise not_finite("the target's logits", logits.dtype)
-        near_tie = outside_by_rounding(piece, token, p, warpers, precision)
-        token = torch.where(near_tie, piece.masked_fill(p == 0, torch.inf).argmin(-1), token)
-        own = p.gather(-1, token[:, None])
-        number = torch.arange(vocab_size, device=p.device)
-        likelier = (p > own) | (p == own) & (number < token[:, None])
-        is_argmax = (number == p.argmax(-1, keepdim=True)).double()
-        log_p = p.clamp(min=1e-300).log()
-        likeliest_first = p.sort(descending=True).values
-        ids, p_ids = id_ranges(p, token)
-        parts.append({
-            "uniform": (p * likelier).sum(-1) + inside * own.squeeze(-1),
-            "argmax": surprise(is_argmax, p, token), "log_p": surprise(log_p, p, token),
-            "ids": ids, "p_ids": p_ids, "next_id": recall(memory[0], row, p, token),
-            "next_nth": recall(memory[1], row, likeliest_first, likelier.sum(-1)),
-            "possible": own.squeeze(-1) > 0, "near_tie": near_tie})
-    told = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-    previous = torch.cat([torch.tensor([-1.0]), told["uniform"][:-1]])
-    return Replayed(previous=previous, place=torch.arange(len(tokens)), **told)
+    before = torch.cat([tokens.new_tensor([start]), tokens[:-1]])
+    row = before % len(memory[0])
+    pieces = [part.split(rows) for part in (logits, tokens, within, row)]
+    parts = []
+    for piece in zip(*pieces):
+        parts.append(replay_piece(*piece, warpers, memory, precision))
+    columns = {}
+    for name in parts[0]:
+        columns[name] = torch.cat([part[name] for part in parts]).cpu()
+    previous = torch.cat([torch.tensor([-1.0]), columns["uniform"][:-1]])
+    place = torch.arange(len(tokens))
+    return Replayed(previous=previous, place=place, **columns)
+
+
+def replay_piece(logits: torch.Tensor, tokens: torch.Tensor, within: torch.Tensor,
+                 row: torch.Tensor, warpers: LogitsProcessorList, memory: list,
+                 precision: float) -> dict[str, torch.Tensor]:
+    """Return the columns of `Replayed`, but for `previous` and `place`, for some tokens `[T]` of a
+    text. `row` `[T]` is that of each token in the tables of `memory`."""
+    wide = widened(logits)
+    p = warpers(None, wide).double().softmax(-1)                    # [T, V]
+    if p.isnan().any():
+        raise not_finite("the target's logits", logits.dtype)
+    near_tie = outside_by_rounding(wide, tokens, p, warpers, precision)
+    last_inside = wide.masked_fill(p == 0, torch.inf).argmin(-1)
+    tokens = torch.where(near_tie, last_inside, tokens)
+    own = p.gather(-1, tokens[:, None])                             # [T, 1]
+    number = torch.arange(p.shape[-1], device=p.device)
+    likelier = (p > own) | (p == own) & (number < tokens[:, None])  # [T, V]
+    is_argmax = (number == p.argmax(-1, keepdim=True)).double()
+    log_p = p.clamp(min=1e-300).log()
+    likeliest_first = p.sort(descending=True).values
+    nth = likelier.sum(-1)
+    ids, p_ids = id_ranges(p, tokens)
+    own = own.squeeze(-1)                                           # [T]
+    return {
+        "uniform": (p * likelier).sum(-1) + within * own,
+        "argmax": surprise(is_argmax, p, tokens),
+        "log_p": surprise(log_p, p, tokens),
+        "ids": ids, "p_ids": p_ids,
+        "next_id": recall(memory[0], row, p, tokens),
+        "next_nth": recall(memory[1], row, likeliest_first, nth),
+        "possible": own > 0, "near_tie": near_tie}
+
+
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits in float32, or in float64 if they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def outside_by_rounding(logits: torch.Tensor, tokens: torch.Tensor, p: torch.Tensor,
@@ -142,16 +164,18 @@ def warpers_of(temperature: float, top_k: int, top_p: float) -> LogitsProcessorL
 def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.Tensor]:
     """Return the target's logits `[T, V]` before every new token of each text, by one ordinary
     forward pass per batch. Nothing of this project has a part in it."""
-    bar = tqdm(total=sum(len(text.tokens) for text in texts), unit="token", mininterval=5,
-               delay=5)
+    total = sum(len(text.tokens) for text in texts)
+    bar = tqdm(total=total, unit="token", mininterval=5, delay=5)
     for start in range(0, len(texts), batch_size):
         batch = texts[start:start + batch_size]
         read = [torch.tensor((text.prompt + text.tokens)[:-1]) for text in batch]
         padded = pad_sequence(read, batch_first=True, padding_value=-1).to(model.device)
+        is_token = (padded >= 0).long()
         skipped = min(len(text.prompt) for text in batch) - 1  # no logits of these are needed
+        kept = padded.shape[1] - skipped
         with torch.inference_mode():
-            logits = model(input_ids=padded.clamp(min=0), attention_mask=(padded >= 0).long(),
-                           logits_to_keep=padded.shape[1] - skipped, use_cache=False).logits
+            logits = model(input_ids=padded.clamp(min=0), attention_mask=is_token,
+                           logits_to_keep=kept, use_cache=False).logits
         for row, text in enumerate(batch):
             first = len(text.prompt) - 1 - skipped
             yield logits[row, first:first + len(text.tokens)]
@@ -161,10 +185,13 @@ def target_logits(model, texts: list[Text], batch_size: int) -> Iterator[torch.T
 
 def members(texts: list[Text]) -> dict[str, torch.Tensor]:
     """Return the members of "all" and of each group, as booleans over the texts' tokens `[N]`."""
-    groups = [name for text in texts for name in text.group]  # "": of no group
-    chosen = {name: torch.tensor([group == name for group in groups])
-              for name in sorted(set(groups) - {""})}
-    return {"all": torch.ones(len(groups), dtype=torch.bool)} | chosen
+    groups = []
+    for text in texts:
+        groups += text.group
+    chosen = {"all": torch.ones(len(groups), dtype=torch.bool)}
+    for name in sorted(set(groups) - {""}):  # "": of no group
+        chosen[name] = torch.tensor([group == name for group in groups])
+    return chosen
 
 
 def precision_of(model) -> float:
@@ -184,9 +211,10 @@ def greedy_gaps(model, texts: list[Text], batch_size: int) -> torch.Tensor:
     largest, and how far rounding may take it."""
     gaps = []
     for text, logits in zip(texts, target_logits(model, texts, batch_size)):
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        largest, _ = logits.max(-1)
-        own = logits.gather(-1, torch.tensor(text.tokens, device=logits.device)[:, None])
+        logits = widened(logits)
+        tokens = torch.tensor(text.tokens, device=logits.device)
+        own = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        gap = logits.amax(-1) - own
         allowed = rounding(logits, precision_of(model))
-        gaps.append(torch.stack([largest - own.squeeze(-1), allowed], -1).cpu())
+        gaps.append(torch.stack([gap, allowed], -1).cpu())
     return torch.cat(gaps).double()

@@ -68,21 +68,24 @@ WRITTEN = {  # how tokens may be drawn that are said to be drawn from softmax(lo
 def drawn(how: str, seed: int, count: int = 10_000) -> Replayed:
     """Tokens drawn in one of the ways of `WRITTEN` from random distributions, in texts of 50, and
     replayed as if drawn from their softmax."""
-    logits = 2 * random_distributions(count // 50, 50, 40, seed=seed).log() / 3
+    rows = count // 50
+    logits = 2 * random_distributions(rows, 50, 40, seed=seed).log() / 3
     bent, _ = WRITTEN[how]
-    uniforms = draw_uniforms(count // 50, 50, seed=seed + 1)
+    uniforms = draw_uniforms(rows, 50, seed=seed + 1)
     if how.startswith("every other"):
         uniforms[:, 1::2] = uniforms[:, ::2]
-    tokens = torch.zeros(count // 50, 51, dtype=torch.long)
+    tokens = torch.zeros(rows, 51, dtype=torch.long)
     for place in range(50):
         p = bent(logits[:, place], place, tokens[:, place]).softmax(-1)
         p, likeliest_first = p.sort(-1, descending=True)
         drawn = sampling.inverse_cdf(p, uniforms[:, place])
         tokens[:, place + 1] = likeliest_first.gather(-1, drawn[:, None]).squeeze(-1)
     memory = []
-    texts = [replay(*text, warpers_of(1.0, 0, 1.0), within, memory) for *text, within in
-             zip(logits, tokens[:, 1:], draw_uniforms(count // 50, 50, seed=seed + 2))]
-    return Replayed(*(torch.cat(part) for part in zip(*texts)))
+    texts = []
+    all_within = draw_uniforms(rows, 50, seed=seed + 2)
+    for before, written, within in zip(logits, tokens[:, 1:], all_within):
+        texts.append(replay(before, written, warpers_of(1.0, 0, 1.0), within, memory))
+    return Replayed(*map(torch.cat, zip(*texts)))
 
 
 @pytest.mark.parametrize("how", WRITTEN)
@@ -98,8 +101,8 @@ def test_the_audit_accepts_the_truth_and_finds_each_bias_where_it_should(how):
 def test_tokens_that_are_equally_likely_have_intervals_of_their_own():
     tokens = (40 * draw_uniforms(4000)).long()
     within = draw_uniforms(4000, seed=1)
-    told = replay(torch.zeros(4000, 40), tokens, warpers_of(1.0, 0, 1.0), within, [])
-    assert evenness(told.uniform, bins=20) > ALPHA
+    replayed = replay(torch.zeros(4000, 40), tokens, warpers_of(1.0, 0, 1.0), within, [])
+    assert evenness(replayed.uniform, bins=20) > ALPHA
 
 
 def test_the_audits_p_values_of_the_truth_are_uniform():
@@ -115,13 +118,15 @@ def test_a_skewed_sum_has_its_p_value_on_both_sides():
     process come before x."""
     for total in (-60, -30, 25, 40):
         x = 100 - total
-        below = sum(math.exp(k * math.log(x) - x - math.lgamma(k + 1)) for k in range(100))
+        events = [k * math.log(x) - x - math.lgamma(k + 1) for k in range(100)]
+        below = sum(map(math.exp, events))
         sample = torch.tensor([[total, 100, -200.0]], dtype=torch.float64)
         deviation, p_value = sum_p_value(sample)
         assert deviation == pytest.approx(total / 10)
         assert p_value == pytest.approx(2 * min(below, 1 - below))
     for sample in ([[3, 60, -120.0]], [[0, 0, 0.0]]):
-        assert math.isnan(sum_p_value(torch.tensor(sample))[1]), "too few to tell"
+        _, p_value = sum_p_value(torch.tensor(sample))
+        assert math.isnan(p_value), "too few to tell"
 
 
 def test_what_is_said_to_show_shows_99_times_of_a_hundred():
@@ -221,8 +226,10 @@ def test_a_special_case_after_misses_is_found_in_their_groups_alone(target_folde
 def test_prompts_and_padding_do_not_matter_to_the_audit():
     """Texts of all lengths in batches: the logits are those of each text alone."""
     model = random_model("gpt2", max_position_embeddings=128)
-    texts = [Text(list(range(1, 2 + number)), list(range(number, 2 * number + 1)), [])
-             for number in range(12)]
+    texts = []
+    for number in range(12):
+        written = list(range(number, 2 * number + 1))
+        texts.append(Text(list(range(1, 2 + number)), written, []))
     for text, logits in zip(texts, target_logits(model, texts, 5), strict=True):
         with torch.inference_mode():
             alone = model(torch.tensor([text.prompt + text.tokens])).logits[0, :-1]
@@ -336,11 +343,12 @@ def test_innocent_texts_that_are_not_whole_or_not_independent_are_told_so(target
         whole.append(Text(prompt, tokens[:end + 1], []))
         stripped.append(Text(prompt, tokens[:end], []))
     hints = {"No text holds an end-of-sequence", "of 300 texts repeat another", "far less likely"}
-    for texts, status, told in ((whole, 0, []), (stripped, 1, ["No text holds an end-of-sequence"]),
-                                (3 * whole[:100], 1, ["of 300 texts repeat another"])):
+    for texts, status, shown in (
+            (whole, 0, []), (stripped, 1, ["No text holds an end-of-sequence"]),
+            (3 * whole[:100], 1, ["of 300 texts repeat another"])):
         assert audited(texts, target_folder, tmp_path) == status
         report = capsys.readouterr().out
-        assert [hint for hint in hints if hint in report] == told
+        assert [hint for hint in hints if hint in report] == shown
 
 
 def test_too_few_tokens_are_not_nothing_found(target_folder, tmp_path, capsys):
@@ -377,7 +385,7 @@ def test_a_failure_has_not_the_status_of_a_finding(problem, target_folder, tmp_p
     def fail(*_):
         raise problem
 
-    monkeypatch.setattr("audit.__main__.audit_groups", fail)
+    monkeypatch.setattr("audit.report.audit_groups", fail)
     text = Text([1], 90 * [4], [])
     assert audited([text], target_folder, tmp_path) == 2
     assert re.fullmatch(f"{type(problem).__name__}: .+\n", capsys.readouterr().err)

@@ -46,7 +46,7 @@ import cache
 import draft_worker
 import run
 import test_equivalence
-from cache import PRIMARY, RowRound
+from cache import BACKUP, PRIMARY, RowRound
 from cli import launch
 from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
 from course.options import ExplainSettings, PageSettings
@@ -620,14 +620,17 @@ def test_help_names_every_option_with_its_group_default_and_choices(capsys):
 
 @slow
 @pytest.mark.parametrize("command", (
-    "saguaro.py", "bench.py", "-m course.explain", "-m course.page", "-m figures.draw",
-    "test_equivalence.py"))
+    "saguaro.py", "bench.py", "-m course.explain", "-m course.page", "-m figures.draw", "-m audit",
+    "-m tiny.enlarge", "test_equivalence.py"))
 def test_help_is_there_at_once(command, tmp_path):
     """And a wrong flag is answered: the command line is read without torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('this would take seconds')")
     run = subprocess.run([sys.executable, *command.split(), "--help"], cwd=ROOT, text=True,
                          capture_output=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 0 and re.search("--lookahead|-m figures.draw|the table", run.stdout)
+    assert run.returncode == 0
+    usage = f"usage: {command}" if command.endswith(".py") else f"usage: python {command}"
+    assert "--lookahead" in run.stdout or usage in run.stdout
+    assert "-m" not in command or max(map(len, run.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("content, expected", (
@@ -772,6 +775,16 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
     assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by Theorem 7" in shown
     screen.print_times(Settings(), summary | {"T_p": 0.9, "backup": "lookup"})  # SD has no such T_b
     assert "predicted" not in capsys.readouterr().out
+
+
+def test_of_a_round_that_an_ending_cuts_short_tokens_are_those_kept_and_accepted_all_that_were():
+    rows = [RowRound(0, PRIMARY, [5, 6, 7], 3, 8, [5]),       # 5 ends the text
+            RowRound(1, BACKUP, [4, 5, 7], 2, 8, [4, 5]),     # the same, before t*
+            RowRound(2, BACKUP, [6, 7, 6], 0, 6, [6])]
+    summary = Stats(log=[TimedRound(1, 0.0, 1.0, rows)]).summary()
+    assert summary.items() >= {
+        "tokens": 4, "rounds": 1, "tokens_per_round": 4 / 3, "acceptance_rate": 5 / 7,
+        "hit_rate": 1 / 3, "E_hit": 1, "E_miss": 3 / 2}.items()
 
 
 def test_readme_shows_the_summary_that_is_printed_and_words_has_its_words(capsys):
@@ -1119,6 +1132,17 @@ def test_ranks_that_were_started_with_different_words_write_no_text(words, names
         assert f"all ranks must be started with the same {names}\n" in the_error(result)
 
 
+def obey_with_another_version(command: list) -> tuple[int, str]:
+    run.job.__version__ += "-" + os.environ["RANK"]
+    return obey_own([command, command])
+
+
+@slow
+def test_ranks_with_other_versions_of_transformers_write_no_text(pair):
+    for result in in_ranks(2, obey_with_another_version, [*pair, "--mode", "sd"]):
+        assert "all ranks must be started with the same transformers\n" in the_error(result)
+
+
 @slow
 def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
     shutil.copytree(pair[1], tmp_path / "target")
@@ -1212,14 +1236,15 @@ def test_pytorch_runs_no_kernels_from_a_folder_that_others_can_make(tmp_path):
 
 
 def join_as_intruder(store: Path) -> str:
-    """A rank's job. Rank 1 has no right to be there: it does not know what the other wrote. Returns
-    what it ended with."""
+    """A rank's job. Rank 1 has no right to be there: it does not know its word, and says that of
+    rank 0. Returns what it ended with."""
     os.environ[launch.STORE] = str(store)
     here = placement.Placement(Settings(device="cpu"))
     all_gather = dist.all_gather
 
-    def guess(told, own) -> None:
-        all_gather(told, own + 1)
+    def guess(words, own) -> None:
+        heard = dist.FileStore(str(store), 2).get("0")
+        all_gather(words, torch.tensor(list(heard)))
         placement.gather({})  # it has not heard
 
     if here.rank == 1:

@@ -30,8 +30,10 @@ def attention_mask(config: PretrainedConfig, positions: torch.Tensor, visible: t
     held = visible.cumsum(-1, dtype=torch.int32) - 1
     masks = {}
     for layer_type in layer_types(config):
-        seen = visible & (held >= FIRST_SEEN[layer_type](positions, config)[..., None])
-        masks[layer_type] = torch.where(seen, 0.0, -torch.inf).to(dtype)[:, None]
+        first_seen = FIRST_SEEN[layer_type](positions, config)  # [B, n]
+        seen = visible & (held >= first_seen[..., None])        # [B, n, slots]
+        mask = torch.where(seen, 0.0, -torch.inf).to(dtype)
+        masks[layer_type] = mask[:, None]
     return masks if len(masks) > 1 else masks[layer_type]
 
 

@@ -26,7 +26,9 @@ class GuessCounts:
             last_guesses, last_source, last_length = last
             k = length - last_length - 1
             active = k >= 0  # a finished row has not grown
-            found = last_guesses[torch.arange(len(k)), k] == text.gather(1, length[:, None] - 1)
+            row = torch.arange(len(k))
+            bonus = text.gather(1, length[:, None] - 1)              # [B, 1]
+            found = last_guesses[row, k] == bonus                    # [B, n]
             number = found.long().argmax(1).where(found.any(1), -1)  # -1: the last column
             index = (last_source[active], k[active], number[active])
             self.table.index_put_(index, torch.tensor(1), accumulate=True)

@@ -67,8 +67,9 @@ class GraphRunner:
             torch._dynamo.config.recompile_limit = 64  # shapes, of all models of a family
             warnings.filterwarnings("ignore", module="torch._inductor")  # how it sums a softmax
             for module in model.model.modules():
-                for layer in module if isinstance(module, torch.nn.ModuleList) else ():
-                    layer.compile()
+                if isinstance(module, torch.nn.ModuleList):
+                    for layer in module:
+                        layer.compile()
 
     def __call__(self, model: CausalLM, tokens: torch.Tensor, positions: torch.Tensor,
                  slots: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -389,10 +389,12 @@ def test_texts_in_bfloat16_pass_the_audit_and_memory_is_flat(gpus, tmp_path):
     settings = Settings(dtype="bfloat16", temperature=1.0, max_new_tokens=8, **pair)
     [(texts, used)] = in_ranks(1, decode_batches, gpus, settings)
     assert 0 < max(used[8:]) <= max(used[:8])
-    told = [Text(prompt, text, [""] * 8) for prompt, text in zip(15 * RAGGED, texts, strict=True)]
+    audited = [Text(*text, [""] * 8) for text in zip(15 * RAGGED, texts, strict=True)]
     model = load(settings.target, None, torch.bfloat16, "cpu")
-    finding = audit_groups(model, told, warpers_of(1.0, 0, 1.0), len(told))["all"]
-    assert finding.tokens == 480 and min(finding.p_values.values()) > ALPHA
+    warpers = warpers_of(1.0, 0, 1.0)
+    finding = audit_groups(model, audited, warpers, len(audited))["all"]
+    assert finding.tokens == 480
+    assert min(finding.p_values.values()) > ALPHA
 
 
 def waits_of_a_round(gpus, temperature: float, rule: str) -> dict[str, int]:
@@ -407,10 +409,10 @@ def waits_of_a_round(gpus, temperature: float, rule: str) -> dict[str, int]:
     torch.cuda.set_sync_debug_mode("warn")
 
     def count(step: str, function, *given):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = function(*given)
-        waits[step] = len(told)
+        waits[step] = len(caught)
         return result
 
     speculation, outcome = record[-1]
@@ -441,29 +443,41 @@ def run_traced(folder: Path) -> None:
         device="cpu", trace=str(folder / "trace"), output=str(folder / "output")))
 
 
+def assert_traced(rounds: list[dict], output: dict) -> None:
+    """Assert that these are the rounds in which a line of the output was written."""
+    tokens = []
+    for number, row in enumerate(rounds):
+        assert row["round"] == number
+        tokens += [*row["drafted"][:row["k"]], row["t*"]]
+    assert tokens[:20] == output["tokens"]
+    assert sum(row["kept"] for row in rounds) == 20
+    hits = [group == "hit 0" for group in output["group"] if group.endswith(" 0")]
+    assert [row["hit"] for row in rounds] == hits
+    assert [row["source"] == "cache" for row in rounds] == hits
+
+
 def test_the_trace_has_all_work_and_the_rounds_of_the_output(tmp_path):
     in_ranks(3, run_traced, tmp_path)
     events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [
         f"rank {rank}, cpu, by the clock of its machine" for rank in range(3)]
     slices = [event for event in events if event["ph"] == "X"]
-    assert {(event["pid"], event["name"]) for event in slices} == {
-        (1, "round"), (1, "verify"), (2, "verify"), (3, "trunk"), (3, "tree"), (3, "backup")}
+    work = {(event["pid"], event["name"]) for event in slices}
+    assert work == {(1, "round"), (1, "verify"), (2, "verify"),
+                    (3, "trunk"), (3, "tree"), (3, "backup")}
     assert {event["tid"] for event in slices} == {1, 2, 3}, "no process or thread is number 0"
-    rounds = [event for event in slices if event["name"] == "round"]
-    for prompt, line in enumerate((tmp_path / "output").read_text().splitlines()[1:-1]):
-        output = json.loads(line)
-        told = [event["args"] for event in rounds if event["args"]["prompt"] == prompt]
-        assert [row["round"] for row in told] == list(range(len(told)))
-        tokens = [token for row in told for token in [*row["drafted"][:row["k"]], row["t*"]]]
-        assert tokens[:20] == output["tokens"] and sum(row["kept"] for row in told) == 20
-        hits = [group == "hit 0" for group in output["group"] if group[-2:] == " 0"]
-        assert [row["hit"] for row in told] == hits
-        assert [row["source"] == "cache" for row in told] == hits
+    rounds = [event["args"] for event in slices if event["name"] == "round"]
+    lines = (tmp_path / "output").read_text().splitlines()
+    for prompt, line in enumerate(lines[1:-1]):
+        of_prompt = [row for row in rounds if row["prompt"] == prompt]
+        assert_traced(of_prompt, json.loads(line))
 
     def times(name: str) -> list[tuple[int, int]]:
-        return sorted({(event["ts"], event["ts"] + event["dur"]) for event in slices
-                       if event["pid"] == 1 and event["name"] == name})
+        found = set()
+        for event in slices:
+            if (event["pid"], event["name"]) == (1, name):
+                found.add((event["ts"], event["ts"] + event["dur"]))
+        return sorted(found)
 
     ended = {end for _, end in times("round")}
     after_prefill = [(start, end) for start, end in times("round") if start in ended]
@@ -480,10 +494,13 @@ def test_any_module_that_is_called_like_a_model_can_be_target_or_draft():
     decoder = make_decoder(target, imitation(target, 0.1), max_new_tokens=24)
     whole = SimpleNamespace(update=lambda keys, values, layer: (keys, values))
     for prompt, text in zip(RAGGED, decoder(RAGGED), strict=True):
-        n = len(prompt + text)
-        mask = torch.full((1, 1, n, n), -torch.inf, dtype=target.dtype).triu(1)
-        logits = target(torch.tensor([prompt + text]), torch.arange(n)[None], mask, whole).logits
-        assert logits[0, len(prompt) - 1:-1].argmax(-1).tolist() == text and len(text) == 24
+        tokens = torch.tensor([prompt + text])
+        positions = torch.arange(len(prompt) + 24)
+        future = positions > positions[:, None]
+        mask = torch.where(future, -torch.inf, 0.0).to(target.dtype)
+        logits = target(tokens, positions[None], mask[None, None], whole).logits
+        greedy = logits[0, len(prompt) - 1:-1].argmax(-1)
+        assert greedy.tolist() == text
     assert decoder.stats.summary()["acceptance_rate"] > 0.1
 
 # ---- models that cannot be decoded here ----
@@ -770,9 +787,10 @@ def test_what_the_check_captured_is_gone(fake_graphs, monkeypatch):
 @pytest.mark.parametrize("groups", (1, 2, 4))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64))
 def test_two_products_attend_as_the_kernel_does(groups, dtype):
-    shapes = ((2, groups, 12 // groups, 8), (2, groups, 9, 8), (2, groups, 9, 8))
-    query, key, value = [torch.randn(*shape).to(dtype) for shape in shapes]
-    visible = torch.rand(2, 1, 12 // groups, 9) < 0.5
+    rows = 12 // groups
+    query = torch.randn(2, groups, rows, 8).to(dtype)
+    key, value = torch.randn(2, 2, groups, 9, 8).to(dtype)
+    visible = torch.rand(2, 1, rows, 9) < 0.5
     visible[..., 0] = True
     mask = torch.where(visible, 0.0, -torch.inf).to(dtype)
     expected = torch.nn.functional.scaled_dot_product_attention(

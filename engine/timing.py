@@ -51,12 +51,16 @@ class PacedClock:
     def read(self) -> list[tuple[str, float, float, int, bool | None]]:
         """Return all work since the last reading: (work, start, end, passes, in time), in seconds.
         In time is None if there was no pace."""
-        marks, self.marks = self.marks, []
-        if self.device.type == "cuda":
-            last = self.now()
-            last.synchronize()
-            now = time.perf_counter()
-            marks = [(work, now - start.elapsed_time(last) / 1000,
-                      now - end.elapsed_time(last) / 1000, *how)
-                     for work, start, end, *how in marks]
-        return marks
+        marks = self.marks
+        self.marks = []
+        if self.device.type != "cuda":
+            return marks
+        last = self.now()
+        last.synchronize()
+        now = time.perf_counter()
+        in_seconds = []
+        for work, start, end, *how in marks:
+            started = now - start.elapsed_time(last) / 1000
+            ended = now - end.elapsed_time(last) / 1000
+            in_seconds.append((work, started, ended, *how))
+        return in_seconds

@@ -34,25 +34,35 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     [0.5, 0.25, 0.25]
     [0.5, 0.16, 0.34]
     """
-    rows, lookahead = tokens.shape
+    lookahead = tokens.shape[1]
     if not q.shape[-1]:
         q = point_mass(tokens, like=p)
-    s = tokens[..., None]
-    ratio = (p[:, :lookahead].gather(-1, s) / q.gather(-1, s)).squeeze(-1)  # [B, K]
-    w = [torch.ones_like(p[:, 0, 0])]                                       # K+1 of [B]
-    for i in range(lookahead):
-        w.append((w[i] * ratio[:, i]).clamp(max=1))
-    w = torch.stack(w, 1)                                                   # [B, K+1]
-    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)                       # [B, K+1, V]
-    weighted = w[..., None] * p                                             # [B, K+1, V]
-    S = (weighted - q).clamp_(min=0).sum(-1)                                # [B, K+1]
-    h = torch.where(w < 1, S / (S + 1 - w), 1.0)                            # 0 / 0 where p = q
-    accepted = uniforms.roll(1, 1) < h       # [B, K+1], at place 0 always, because h_0 = 1
+    w = weights(p, tokens, q)                          # [B, K+1]
+    q = torch.cat([q, torch.zeros_like(p[:, :1])], 1)  # [B, K+1, V]
+    weighted = w[..., None] * p                        # [B, K+1, V]
+    excess = (weighted - q).clamp_(min=0)              # [B, K+1, V]
+    S = excess.sum(-1)                                 # [B, K+1]
+    h = S / (S + 1 - w)
+    h = torch.where(w < 1, h, 1.0)                     # it is 0 / 0 where p = q
+    # the number of place i stands at i - 1; place 0 is accepted always, because h_0 = 1
+    accepted = uniforms.roll(1, 1) < h                 # [B, K+1]
     place = torch.arange(lookahead + 1, device=p.device)
-    num_accepted = (accepted * place).amax(1)                               # [B]
-    row = torch.arange(rows, device=p.device)
-    r = residual(weighted[row, num_accepted], q[row, num_accepted])         # [B, V]
-    return num_accepted, draw(r, uniforms[:, lookahead])                    # [B], [B]
+    num_accepted = (accepted * place).amax(1)          # [B]
+    row = torch.arange(len(p), device=p.device)
+    r = residual(weighted[row, num_accepted], q[row, num_accepted])  # [B, V]
+    return num_accepted, draw(r, uniforms[:, lookahead])             # [B], [B]
+
+
+def weights(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return w_0..w_K of `block_verify`, `[B, K+1]`, whose p, tokens and q these are."""
+    drafted = tokens[..., None]
+    p_drafted = p[:, :-1].gather(-1, drafted)
+    q_drafted = q.gather(-1, drafted)
+    ratio = (p_drafted / q_drafted).squeeze(-1)  # [B, K]
+    w = [p.new_ones(len(p))]                     # K+1 of [B]
+    for each in ratio.unbind(1):
+        w.append((w[-1] * each).clamp(max=1))
+    return torch.stack(w, 1)
 
 
 VERIFICATIONS["block"] = block_verify

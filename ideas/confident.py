@@ -17,8 +17,11 @@ class ConfidentDraft(DraftWorker):
         """`settings`, which `run.Decoder` adds, have a of the primary and of a backup, and r."""
         super().__init__(*arguments)
         a = self.settings.acceptance_rate
-        a_backup = self.settings.backup_acceptance_rate if self.plan.backup == "neural" else None
-        self.acceptance_rates = torch.tensor([a, a if a_backup is None else a_backup])
+        a_backup = a
+        given = self.settings.backup_acceptance_rate
+        if self.plan.backup == "neural" and given is not None:
+            a_backup = given
+        self.acceptance_rates = torch.tensor([a, a_backup])  # by source
 
     def advance(self, speculation: Speculation, outcome: Outcome) -> None:
         super().advance(speculation, outcome)
@@ -29,29 +32,37 @@ class ConfidentDraft(DraftWorker):
         return super().candidates(logits, speculation)
 
     def fan_out(self, speculation: Speculation) -> torch.Tensor:
-        """Return the F_0..F_K of this round, `[B, K+1]`, in host memory. A drafted token s_i is
-        accepted with a probability that we take to be
+        """Return the F_0..F_K of this round, `[B, K+1]`, in host memory."""
+        if speculation.tokens.shape[1] == 0:
+            return super().fan_out(speculation)
+        drafted = to_device(speculation.tokens, self.q.device)[..., None]  # [B, K, 1]
+        accepted = self.accepted(speculation, drafted)                     # [B, K]
+        miss_exponent = self.settings.miss_exponent
+        fan_out = likeliest(self.q, drafted, accepted, miss_exponent, self.plan.budget).cpu()
+        source = speculation.source[self.active]
+        self.guess_counts.fan_outs.index_add_(0, source, fan_out[self.active])  # for the summary
+        return fan_out
+
+    def accepted(self, speculation: Speculation, drafted: torch.Tensor) -> torch.Tensor:
+        """Return a_1..a_K `[B, K]` for the `drafted` tokens `[B, K, 1]`. We take s_i to be accepted
+        with probability
 
             a_i = c + (1 - c) q(s_i)           where the model drafted it: c = (3a - 1) / 2, which
                                                makes a_i = a at q(s_i) = 1/3, or 0 if negative
             a_i = q(s_i) / sent(s_i)           where another backup drew it, from `sent`, but no
                                                more than above, with the primary's a."""
-        if speculation.tokens.shape[1] == 0:
-            return super().fan_out(speculation)
-        drafted = to_device(speculation.tokens, self.q.device)[..., None]     # [B, K, 1]
-        q_drafted = self.q[:, :-1].gather(-1, drafted)                        # [B, K, 1]
-        a = self.acceptance_rates[speculation.source].to(self.q)              # [B]
-        c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]                       # [B, 1, 1]
-        accepted = c + (1 - c) * q_drafted                                    # [B, K, 1]
+        q_drafted = self.q[:, :-1].gather(-1, drafted)            # [B, K, 1]
+        a = self.acceptance_rates[speculation.source].to(self.q)  # [B]
+        c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]           # [B, 1, 1]
+        accepted = c + (1 - c) * q_drafted                        # [B, K, 1]
         if self.plan.backup != "neural":
-            sent = speculation.q.gather(-1, drafted) if speculation.q.shape[-1] else 1.0
-            by_backup = to_device(speculation.source == BACKUP, self.q.device)[:, None, None]
-            accepted = accepted.minimum(q_drafted / sent).where(by_backup, accepted)
-        fan_out = likeliest(self.q, drafted, accepted.squeeze(-1), self.settings.miss_exponent,
-                            self.plan.budget).cpu()
-        source = speculation.source[self.active]
-        self.guess_counts.fan_outs.index_add_(0, source, fan_out[self.active])  # for the summary
-        return fan_out
+            sent = torch.ones_like(q_drafted)  # of point masses
+            if speculation.q.shape[-1]:
+                sent = speculation.q.gather(-1, drafted)          # [B, K, 1]
+            of_backup = accepted.minimum(q_drafted / sent)
+            by_backup = to_device(speculation.source == BACKUP, self.q.device)
+            accepted = of_backup.where(by_backup[:, None, None], accepted)
+        return accepted.squeeze(-1)
 
 
 def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
@@ -71,13 +82,15 @@ def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
     >>> likeliest(q, torch.tensor([[[1], [1]]]), torch.tensor([[0.9, 0.6]]), 1.0, budget=1)
     tensor([[0, 0, 1]])
     """
-    reached = pad(accepted.cumprod(1), (1, 0), value=1.0)                 # [B, K+1] a_1 ... a_k
-    likelihood = reached * (1 - pad(accepted, (0, 1)))                    # [B, K+1] P(k)
-    others = q.scatter(-1, drafted, 0.0)                                  # [B, K+1, V]
+    reached = pad(accepted.cumprod(1), (1, 0), value=1.0)  # [B, K+1] a_1 ... a_k
+    likelihood = reached * (1 - pad(accepted, (0, 1)))     # [B, K+1] P(k)
+    others = q.scatter(-1, drafted, 0.0)                   # [B, K+1, V]
     n = min(budget, q.shape[-1])
-    q_bonus = others.topk(n).values / others.sum(-1, keepdim=True)        # [B, K+1, n]
-    right = (q_bonus.nan_to_num() + power_law(n, miss_exponent).to(q)) / 2  # 0 / 0: no other token
-    return best_fan_out(likelihood, right, budget)                        # [B, K+1]
+    by_q = others.topk(n).values / others.sum(-1, keepdim=True)  # [B, K+1, n]
+    by_q = by_q.nan_to_num()                               # 0 / 0: there is no other token
+    by_rank = power_law(n, miss_exponent).to(q)            # [n]
+    right = (by_q + by_rank) / 2                           # [B, K+1, n]
+    return best_fan_out(likelihood, right, budget)
 
 
 SPECULATORS["confident"] = ConfidentDraft

@@ -12,9 +12,11 @@ MAX_MATCH = 16  # tokens: longer matches are equally good
 
 def lookup_backup(draft: DraftWorker) -> Drafted:
     """Look tokens up in each row's own text, without a model. They are point masses."""
-    texts = [row[:length].tolist() for row, length in zip(draft.text, draft.length)]
-    tokens = torch.tensor([prompt_lookup(text, draft.lookahead) for text in texts])
-    tokens = to_device(tokens, draft.model.device)
+    tokens = []
+    for row, length in zip(draft.text, draft.length):
+        text = row[:length].tolist()
+        tokens.append(prompt_lookup(text, draft.lookahead))
+    tokens = to_device(torch.tensor(tokens), draft.model.device)
     return tokens, point_mass(tokens, like=draft.q_template)
 
 
@@ -32,7 +34,8 @@ def prompt_lookup(text: list[int], count: int) -> list[int]:
             length += 1
         return length
 
-    start = max([0, *range(len(text) - 1, 0, -1)], key=matched)  # of equals `max` takes the first
+    ends = [0, *range(len(text) - 1, 0, -1)]  # 0 is without a match, then the most recent first
+    start = max(ends, key=matched)            # of equals `max` takes the first
     return (text[start:] * count)[:count]
 
 

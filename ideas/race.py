@@ -50,23 +50,33 @@ def race(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     >>> [round(n / 100_000, 2) for n in drawn.bincount().tolist()]
     [0.5, 0.25, 0.25]
     """
-    return (p / exponentials(uniforms, p.shape[-1])).argmax(-1)
+    E = exponentials(uniforms, p.shape[-1])
+    return (p / E).argmax(-1)
 
 
 def exponentials(uniforms: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the noise E `[..., V]`, float64, neither 0 nor infinite, that follows from uniform
     numbers `[...]`: a hash of number and token, by integers alone, as all devices have them."""
-    keys = scrambled((uniforms * 2 ** 53).long())
+    numbers = (uniforms * 2 ** 53).long()
+    keys = scrambled(numbers)[..., None]           # [..., 1]
     token = torch.arange(1, vocab_size + 1, device=keys.device)
-    bits = scrambled(keys[..., None] + GOLDEN * token) >> 12  # from -2^51 to 2^51 - 1
-    return -((bits.double() + 0.5) / 2 ** 52 + 0.5).log()
+    hashed = scrambled(keys + GOLDEN * token)      # [..., V]
+    bits = hashed >> 12                            # from -2^51 to 2^51 - 1
+    noise = (bits.double() + 0.5) / 2 ** 52 + 0.5  # uniform, above 0 and below 1
+    return -noise.log()
 
 
 def scrambled(x: torch.Tensor) -> torch.Tensor:
-    """Return the hash of each int64 that ends splitmix64. Products overflow; >> keeps the sign."""
-    for shift, factor in zip((30, 27), FACTORS):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+    """Return the hash of each int64 that ends splitmix64. Products overflow."""
+    x = (x ^ shifted(x, 30)) * FACTORS[0]
+    x = (x ^ shifted(x, 27)) * FACTORS[1]
+    return x ^ shifted(x, 31)
+
+
+def shifted(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return each int64 shifted right, as an unsigned number: >> alone repeats the sign."""
+    remaining = (1 << (64 - count)) - 1
+    return (x >> count) & remaining
 
 
 class RacingDraft(DraftWorker):
@@ -79,12 +89,14 @@ class RacingDraft(DraftWorker):
     def candidates(self, logits: torch.Tensor, speculation: Speculation) -> torch.Tensor:
         rows, lookahead = speculation.tokens.shape
         uniforms = self.verifier.draw(rows, lookahead + 1)  # as `TargetWorker.verify` does
-        last = to_device(uniforms[:, -1], logits.device)
-        E = exponentials(last, logits.shape[-1])[:, None]    # [B, 1, V]
-        # The order of q / E. This q lacks top-k and top-p: the target may draw what these would
-        # take from the draft, and of tokens with q = 0 none would come before another.
+        last = to_device(uniforms[:, -1:], logits.device)   # [B, 1]
+        E = exponentials(last, logits.shape[-1])            # [B, 1, V]
+        # This q lacks top-k and top-p: the target may draw what these would take from the draft,
+        # and of tokens with q = 0 none would come before another.
         log_q = logits.to(self.q_template) / self.settings.temperature
-        return super().candidates(log_q - E.log().to(log_q), speculation)
+        log_E = E.log().to(log_q)
+        earliness = log_q - log_E                           # [B, K+1, V] the order of q / E
+        return super().candidates(earliness, speculation)
 
 
 VERIFICATIONS["race"] = partial(block_verify, draw=race)

@@ -16,8 +16,9 @@ SMALL = dict(hidden_size=512, layers=24, intermediate_size=360)
 
 def write(folder, monkeypatch, **choices) -> int:
     """The exit status of the command."""
-    words = [word for name, value in (SMALL | choices).items()
-             for word in ("--" + name.replace("_", "-"), str(value))]
+    words = []
+    for name, value in (SMALL | choices).items():
+        words += ["--" + name.replace("_", "-"), str(value)]
     monkeypatch.setattr(sys, "argv", ["enlarge.py", str(folder), *words])
     return exit_status(enlarge.main)
 
