@@ -110,7 +110,7 @@ class Decoder:
             try:
                 if self.draft_process:
                     self.draft_process.be_there(self.placement)
-                    self.channel.group = self.placement.world_group
+                    self.channel = self.make_channel()  # in the group that is there now
                 self.midway = False
                 yield
             finally:

@@ -31,11 +31,7 @@ class Saguaro:
         self.job = job_of_calls(settings, RANK_0 if assisted else {})
         if assisted:
             self.job.placement.draft_process = DraftProcess(settings)
-            target = self.job.prepare(self.job.load_target())
-            models = self.job.models(target, None)
-        else:
-            models = self.job.load()
-        self.decoder = Decoder(settings, models)
+        self.decoder = Decoder(settings, self.job.load())
         self.stats = self.decoder.stats
         with self.decoder.alone():
             pass  # the draft's process is there

@@ -65,7 +65,7 @@ class Job:
         """Join the other ranks, if there are any, and load the models that this one holds. Raises
         `UserError`, on all ranks, for a model that one of them cannot load."""
         placement = self.placement
-        if placement.world_size == 1:
+        if placement.world_size == 1 or placement.draft_process:
             draft = self.load_draft() if placement.holds_draft else None
             return self.models(self.prepare(self.load_target()), draft)
         with in_turn():
