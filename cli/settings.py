@@ -5,6 +5,7 @@ Importing torch takes seconds, so nothing here does: a wrong flag or --help is a
 import argparse
 import math
 import os
+import sys
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -168,6 +169,12 @@ class Settings(DecodingSettings):
 # ---- the command line ----
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        """Name the command as it was typed, also before Python 3.14: `python -m course.mark`."""
+        module = sys.modules["__main__"].__spec__  # None if a file is run
+        program = f"python -m {module.name}" if module else None
+        super().__init__(prog=program, **options)
+
     def error(self, message: str):
         raise UserError(f"{message} (--help lists all options)")
 
