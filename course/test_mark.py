@@ -92,7 +92,8 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_get_no_points(marks, name):
     points, remark = marks(CHEATS[name])
-    assert points == 0 and remark
+    assert points == 0 and " and 7 others; first: " in remark
+    assert remark.endswith("first: the process ended") == (name == "ends at once")
 
 
 def test_a_box_has_nothing_but_the_answer_and_the_program(
@@ -174,6 +175,9 @@ def test_what_is_no_small_file_is_not_read(marker, tmp_path):
     os.mkfifo(tmp_path / "cache.py")
     assert marker.grade(tmp_path, "6") == (
         0, "OSError: cache.py is no regular file of at most 64 KB")
+    os.remove(tmp_path / "cache.py")
+    (tmp_path / "cache.py").write_bytes(bytes(65_537))
+    assert "no regular file of at most 64 KB" in marker.grade(tmp_path, "6")[1]
     os.remove(tmp_path / "cache.py")
     (tmp_path / "cache.py").symlink_to("/dev/zero")
     assert "no regular file" in marker.grade(tmp_path, "6")[1]
