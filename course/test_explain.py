@@ -6,12 +6,15 @@ import shlex
 import sys
 
 import pytest
+import torch
 
 from cli.settings import parse
 from course import explain
 from course.handout import ROOT
 from course.options import ExplainSettings
 from run.job import Job
+from saguaro import Sequences
+from sampling import inverse_cdf, saguaro_distribution
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,34 @@ def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     assert slow_motion("--pause").count("Enter") == 1
     rounds = slow_motion("--prompt", "x = 1\n" * 124, "--rounds", "200").count("\nround ")
     assert 2 < rounds < 20  # until the context of 512 tokens is full
+
+
+def test_what_is_shown_has_decided(capsys, one_thread, models):
+    """The outcome follows from the p, q, sent and u that are printed, token by token."""
+    settings = ExplainSettings(prompt=("def f(x):",), temperature=1.0, downweight=0.5, seed=3)
+    job = Job(settings)
+    sequences = Sequences(job.prompts, 16, models.context, models.target.eos_tokens)
+    narrator = explain.Narrator(settings, models, sequences, job.tokenizer)
+    kinds = set()
+    for seen, in narrator.decode():
+        k, bonus = seen.outcome
+        kinds.add((seen.source, k < len(seen.drafted)))
+        narrator.print_draws(seen)
+        for i, line in enumerate(capsys.readouterr().out.splitlines()[1:-1]):
+            token = seen.drafted[i]
+            F = narrator.draft.plan.fan_out[seen.source][i]
+            sigma = saguaro_distribution(seen.q[i], F, 0.5)
+            torch.testing.assert_close(seen.sent[i], sigma, rtol=1e-4, atol=1e-6)
+            accepts = seen.p[i, token] / sigma[token]
+            shown = (seen.p[i, token], seen.q[i, token], sigma[token], seen.uniforms[i], accepts)
+            assert "  ".join(f"{number:.3f}" for number in shown) in line
+            assert (seen.uniforms[i] < accepts) == (i < k) == ("accepted" in line)
+        assert bonus == inverse_cdf(seen.bonus_distribution(), seen.uniforms[-1])
+        narrator.print_guesses(seen, "")
+        lines = capsys.readouterr().out.splitlines()[1:]
+        for line, (k, token) in zip(lines, seen.prepared):
+            assert f" {seen.q[k, token]:.3f} " in line and f" k={k} " in line
+    assert len(kinds) == 4  # from the cache and from a backup, with and without a rejection
 
 
 @pytest.mark.slow
