@@ -178,6 +178,12 @@ class Settings(DecodingSettings):
 # ---- the command line ----
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        """Name the command as it was typed, also before Python 3.14: `python -m course.mark`."""
+        module = sys.modules["__main__"].__spec__  # None if a file is run
+        program = f"python -m {module.name}" if module else None
+        super().__init__(prog=program, **options)
+
     def error(self, message: str):
         raise UserError(f"{message} (--help lists all options)")
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+from typing import TextIO
 
 
 def set_limits(memory: int, timeout: float) -> None:
@@ -41,12 +42,11 @@ def load_tests(solved: str, program: str, module: str, put_back: list[str]):
     return importlib.import_module("test_exercises")
 
 
-def main() -> None:
-    solved, program, module, put_back, names, seed, memory, timeout = json.loads(sys.argv[1])
-    started = time.monotonic()
-    set_limits(memory, timeout)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the answer prints is none of it
+def ask_all(tests, names: list[str], seed: int, end: float, out: TextIO) -> None:
+    """Ask the tests of these names, and end this process: by the time `end`, if the answer lets
+    it. Each test has as long as the others, and what those before it left."""
+    numbered = enumerate(names, start=1)
+    begun = time.monotonic()
 
     def late(*_):
         signal.signal(signal.SIGALRM, still_late)
@@ -57,8 +57,8 @@ def main() -> None:
         ask_the_rest()
 
     def ask_the_rest():
-        for number, test in numbered:  # each has as long, and what others left
-            due = begun + (started + timeout - begun) * number / len(names)
+        for number, test in numbered:
+            due = begun + (end - begun) * number / len(names)
             signal.signal(signal.SIGALRM, late)
             signal.setitimer(signal.ITIMER_REAL, max(due - time.monotonic(), 0.01), 1)
             try:
@@ -68,15 +68,21 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             print(said, file=out, flush=True)
         os._exit(0)  # whatever threads the answer left
+    ask_the_rest()
 
+
+def main() -> None:
+    *where, names, seed, memory, timeout = json.loads(sys.argv[1])
+    end = time.monotonic() + timeout
+    set_limits(memory, timeout)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the answer prints is none of it
     try:
-        tests = load_tests(solved, program, module, put_back)
+        tests = load_tests(*where)
     except BaseException as problem:
         print(json.dumps(f"{type(problem).__name__}: {problem}"), file=out, flush=True)
-        names = []
-    numbered = enumerate(names, start=1)
-    begun = time.monotonic()
-    ask_the_rest()
+        os._exit(0)
+    ask_all(tests, names, seed, end, out)
 
 
 if __name__ == "__main__":

@@ -47,14 +47,19 @@ class Exam(random.Random):
         return (below * self.numbers(*shape)).long()
 
     def distributions(self, *shape: int, steepest=30) -> torch.Tensor:
-        """Some nearly uniform, others with probabilities down to e^-steepest; a quarter is 0."""
-        scale = torch.tensor([0.5, 5, steepest])[self.integers(3, *shape[:-1], 1)]
-        weights = torch.exp(-scale * self.numbers(*shape)) * (self.numbers(*shape) < 0.75)
-        weights.scatter_(-1, self.integers(shape[-1], *shape[:-1], 1), 1.0)
+        """Draw distributions, some nearly uniform, others with probabilities down to e^-steepest; a
+        quarter is 0."""
+        *places, V = shape
+        scales = torch.tensor([0.5, 5, steepest])
+        scale = scales[self.integers(3, *places, 1)]
+        weights = torch.exp(-scale * self.numbers(*shape))
+        weights *= self.numbers(*shape) < 0.75
+        possible = self.integers(V, *places, 1)  # at least one token is
+        weights.scatter_(-1, possible, 1.0)
         return weights / weights.sum(-1, keepdim=True)
 
     def call(self, function: Callable, *arguments):
-        """Call a function, which must leave its arguments as they are."""
+        """Return what a function returns. It must leave its arguments as they are."""
         shown = tree_map_only(is_large, lambda tensor: f"a tensor {[*tensor.shape]}", arguments)
         names = ["..."] * len(shown)  # where a decorator, or torch.jit.script, hides them
         with suppress(ValueError):
@@ -68,14 +73,16 @@ class Exam(random.Random):
             self.changed = "they were changed"
         return result
 
-    def says(self, part: str | Callable, value, near=1e-6, right=None, of="") -> None:
-        """Note a value of a property, `of`; `part` says what it is, before the hint."""
+    def says(self, what: str | Callable, value, near=1e-6, right=None, of="") -> None:
+        """Note a value of a property, `of`; `what` says what it is, before the hint."""
+        if self.only and of not in self.only:
+            return
         summed = "sums of 16 parts of V; " if is_large(value) else ""
 
-        def hint(mine, wanted, test=self.hint):
-            return f"{part if isinstance(part, str) else part(mine, wanted)}{summed}{test}"
-        if not self.only or of in self.only:
-            self.said.append(Said(hint, self.arguments, plain(value), near, right))
+        def hint(mine, wanted):
+            words = what if isinstance(what, str) else what(mine, wanted)
+            return f"{words}{summed}{self.hint}"
+        self.said.append(Said(hint, self.arguments, plain(value), near, right))
 
 
 def same(these: list, others: list) -> bool:
@@ -85,12 +92,14 @@ def same(these: list, others: list) -> bool:
 
 
 def plain(value):
-    """A value as JSON has it. What stands for each of many tokens is summed in 16 parts."""
+    """Return a value as JSON has it. What stands for each of many tokens is summed in 16 parts."""
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):  # no numbers
         return str(value)
-    return (tensor.unflatten(-1, (16, -1)).sum(-1) if is_large(tensor) else tensor).tolist()
+    if is_large(tensor):
+        tensor = tensor.unflatten(-1, (16, -1)).sum(-1)
+    return tensor.tolist()
 
 
 def is_large(value) -> bool:
@@ -98,8 +107,8 @@ def is_large(value) -> bool:
 
 
 def agree(yours, expected, near: float) -> bool:
-    """Equal shapes, integers where integers are expected, and numbers as equal as rounding leaves
-    them."""
+    """Return whether shapes are equal, integers stand where integers are expected, and numbers are
+    as equal as rounding leaves them."""
     try:
         numbers = [torch.as_tensor(each, dtype=torch.float64) for each in (yours, expected)]
         torch.testing.assert_close(*numbers, rtol=1e-6, atol=near)
@@ -113,20 +122,23 @@ def is_real(numbers) -> bool:
 
 
 def rounded(value):
-    """A value with 7 digits of each number: enough to tell numbers that do not agree apart."""
+    """Return a value with 7 digits of each number: enough to tell numbers that do not agree
+    apart."""
     if isinstance(value, list):
         return [rounded(part) for part in value]
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def shown(value) -> str:
-    """A value; of a long one the tensor, of which few numbers are printed."""
+    """Return a value as text; a long one as a tensor, of which few numbers are printed."""
     text = str(rounded(value))
-    return str(torch.tensor(value)) if isinstance(value, list) and len(text) > 300 else text
+    if isinstance(value, list) and len(text) > 300:
+        return str(torch.tensor(value))
+    return text
 
 
 def failure(said: list[Said], yours: list, expected: list) -> str:
-    """Where your values first differ from what is expected, or "" if nowhere."""
+    """Return where your values first differ from what is expected, or "" if nowhere."""
     if len(yours) == len(expected) + 1 and isinstance(yours[-1], str):
         yours = yours[:-1]  # an exception after all that this test asks
     for asked, mine, right in itertools.zip_longest(said, yours, expected, fillvalue="nothing"):
@@ -143,8 +155,8 @@ def failure(said: list[Said], yours: list, expected: list) -> str:
 
 
 def answers(ask: Callable[[Exam], None], exam: Exam, solved: bool) -> list[Said]:
-    """What the functions of this process say, up to an exception. If they are `solved`, that is a
-    `UserError`: no answer is measured by an error."""
+    """Return what the functions of this process say, up to an exception. If they are `solved`, that
+    is a `UserError`: no answer is measured by an error."""
     try:
         ask(exam)
         if "unchanged" in exam.only:
@@ -152,7 +164,7 @@ def answers(ask: Callable[[Exam], None], exam: Exam, solved: bool) -> list[Said]
     except Exception as problem:
         place = traceback.extract_tb(problem.__traceback__)[-1]
         error = f"{type(problem).__name__}: {problem} ({place.name}, line {place.lineno})"
-        if place.name.startswith("ask_"):  # no line of the answer's
+        if place.name.startswith(("ask_", "say_")):  # no line of the answer's
             error = f"what was returned does not fit: {error}"
         if solved:
             raise UserError(f"the solution itself fails, {error}, in {exam.hint}") from problem

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Iterable
 
 from cli import launch
 from cli.settings import ROOT, Parser
@@ -24,12 +25,12 @@ EXERCISES = CONTENTS["exercises"]  # by number: title, points, module, functions
 
 
 def missing(number: str) -> str:
-    """The line that a student finds in place of a body."""
+    """Return the line that a student finds in place of a body."""
     return f'raise NotImplementedError("exercise {number}: {EXERCISES[number]["title"]}")'
 
 
 def replaced(source: str, function: str, body: str) -> str:
-    """The source of a module with another body for a function, or for `Class.function`."""
+    """Return the source of a module with another body for a function, or for `Class.function`."""
     node = ast.parse(source)
     for name in function.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == name)
@@ -40,8 +41,15 @@ def replaced(source: str, function: str, body: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without(source: str, functions: Iterable[str], number: str) -> str:
+    """Return the source of a module without the bodies of these functions of an exercise."""
+    for function in functions:
+        source = replaced(source, function, missing(number))
+    return source
+
+
 def sheet(text: str, numbers: list[str]) -> str:
-    """SHEET.md with the rows of the table, the hints and the points of these exercises alone."""
+    """Return SHEET.md with the table's rows, the hints and the points of these exercises alone."""
     points = sum(EXERCISES[number]["points"] for number in numbers)
     for other in EXERCISES.keys() - numbers:
         text = re.sub(rf"^(\| {other} \||- {other}\.) .*\n(  .*\n)*", "", text, flags=re.MULTILINE)
@@ -49,8 +57,8 @@ def sheet(text: str, numbers: list[str]) -> str:
 
 
 def linked(text: str, folder: Path) -> str:
-    """A document in `folder`, with the new names of what is renamed. Links to files that are not
-    handed out become plain words."""
+    """Return a document in `folder` with the new names of what is renamed. Links to files that are
+    not handed out become plain words."""
     for old, new in CONTENTS["renamed"].items():
         text = text.replace(old, new)
 
@@ -59,11 +67,20 @@ def linked(text: str, folder: Path) -> str:
     return re.sub(r"\[(?P<words>[^]]*)\]\((?!\w+:)(?P<file>[^)#]+)[^)]*\)", kept, text)
 
 
+def files_of(part: str) -> set[str]:
+    """Return the files that the patterns in this part of handout.toml stand for."""
+    found = set()
+    for pattern in CONTENTS[part]:
+        found |= {file.relative_to(ROOT).as_posix() for file in ROOT.glob(pattern)}
+    return found
+
+
 def write_program(folder: Path, numbers: list[str]) -> None:
-    """The program in `folder`, without the bodies of the exercises `numbers`, or if there are none,
-    with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a docstring."""
-    files, later = ({file.relative_to(ROOT).as_posix() for pattern in CONTENTS[name]
-                     for file in ROOT.glob(pattern)} for name in ("files", "afterwards"))
+    """Write the program into `folder`, without the bodies of the exercises `numbers`, or if there
+    are none, with what is given out afterwards. Raises `ValueError` if handout.toml misquotes a
+    docstring."""
+    files = files_of("files")
+    later = files_of("afterwards")
     for file in files - later if numbers else files | later:
         copy = folder / CONTENTS["renamed"].get(file, file)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +92,10 @@ def write_program(folder: Path, numbers: list[str]) -> None:
         end = source.index(change["to"], start + 1)
         file.write_text(source[:start] + change["text"] + source[end:], "utf-8")
     for number in numbers:
-        file = folder / f"{EXERCISES[number]['module']}.py"
-        for function in EXERCISES[number]["functions"]:
-            file.write_text(replaced(file.read_text("utf-8"), function, missing(number)), "utf-8")
+        exercise = EXERCISES[number]
+        file = folder / f"{exercise['module']}.py"
+        source = without(file.read_text("utf-8"), exercise["functions"], number)
+        file.write_text(source, "utf-8")
     file = folder / "SHEET.md"
     file.write_text(sheet(file.read_text("utf-8"), numbers or [*EXERCISES]), "utf-8")
     for document in folder.rglob("*.md"):
@@ -85,7 +103,8 @@ def write_program(folder: Path, numbers: list[str]) -> None:
 
 
 def expected() -> dict[str, list]:
-    """What the solution says in the tests of the hand-out. Raises `UserError` if it fails there."""
+    """Return what the solution says in the tests of the hand-out. Raises `UserError` if it fails
+    there."""
     from course import grading  # takes seconds
     return {name: grading.expected(name) for name in grading.TESTS}
 

@@ -20,16 +20,17 @@ import stat
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
+from typing import IO, TextIO
 
 from cli import launch
 from cli.settings import Parser, open_for_writing
-from course.handout import EXERCISES, ROOT, missing, replaced, write_program
+from course.handout import EXERCISES, ROOT, without, write_program
 from engine.errors import UserError, printable
 
 MEGABYTE = 2**20
@@ -43,9 +44,10 @@ ANSWER = Path(__file__).with_name("answer.py").read_text("utf-8")
 def read(file: Path) -> bytes:
     """Return a file that was handed in."""
     if not os.path.lexists(file):
-        others = (str(each.relative_to(file.parent)) for each in file.parent.rglob("*")
-                  if each.is_file())
-        raise OSError(f"no {file.name}; there is {', '.join(islice(others, 5)) or 'nothing'}")
+        folder = file.parent
+        others = (each for each in folder.rglob("*") if each.is_file())
+        names = [str(each.relative_to(folder)) for each in islice(others, 5)]
+        raise OSError(f"no {file.name}; there is {', '.join(names) or 'nothing'}")
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         raise OSError(f"{file.name} is no regular file of at most 64 KB")
@@ -86,25 +88,17 @@ def run_answer(source: bytes, number: str, functions: tuple[str, ...], folders: 
     it was in time. `folders` have the modules with all other functions, and the program. Raises
     OSError if this machine has no room for a small file: that is no fault of the answer."""
     module = EXERCISES[number]["module"]
-    put_back = [function for exercise in EXERCISES.values() if exercise["module"] == module
-                for function in exercise["functions"] if function not in functions]
+    put_back = []
+    for exercise in EXERCISES.values():
+        if exercise["module"] == module:
+            put_back += [name for name in exercise["functions"] if name not in functions]
     argument = json.dumps([*map(str, folders), module, put_back, names, seed, MEMORY, timeout])
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
         Path(folder, f"{module}.py").write_bytes(source)
-        environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
-        environment |= {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH")
-                        if name in os.environ}
-        words = [*(boxed(folder, *folders) if box else []), sys.executable, "-c", ANSWER, argument]
-        job = subprocess.Popen(words, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                               stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            in_time = job.wait(timeout) is not None
-        except subprocess.TimeoutExpired:
-            in_time = False
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)  # and whatever it started
-            job.wait()
+        program = [sys.executable, "-c", ANSWER, argument]
+        if box:
+            program = [*boxed(folder, *folders), *program]
+        in_time = run_in(folder, program, out, timeout)
         out.seek(0)
         lines = out.read(64 * MEGABYTE).decode(errors="replace").splitlines()
     try:
@@ -113,31 +107,39 @@ def run_answer(source: bytes, number: str, functions: tuple[str, ...], folders: 
         return [f"no values: {type(problem).__name__}"], in_time
 
 
+def run_in(folder: str, program: list[str], out: IO[bytes], timeout: float) -> bool:
+    """Run an answer's process in its folder. Returns whether it ended in time; nothing of it is
+    left."""
+    environment = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase(), "OMP_NUM_THREADS": "1"}
+    for name in ("PATH", "LD_LIBRARY_PATH"):
+        if name in os.environ:
+            environment[name] = os.environ[name]
+    job = subprocess.Popen(program, cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                           stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        job.wait(timeout)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)  # and whatever it started
+        job.wait()
+
+
 class Marker:
     """Grades exercises, all submissions with the same arguments."""
 
     def __init__(self, numbers: list[str], seed: int, timeout: float, folder: Path):
         """`folder` is for the program, and for its modules without what a process is asked."""
         from tqdm import tqdm
-
-        from course import grading  # takes seconds
         self.progress = partial(tqdm, leave=False, disable=None)  # on a terminal
         self.seed = seed
         self.timeout = timeout
         self.folder = folder
-        self.points = {name: points for name, (_, points, *_) in grading.TESTS.items()}
-        for number in numbers:  # else wrong answers would keep points, or have less than none
-            given = EXERCISES[number]["points"]
-            tests = sum(points for other, points, *_ in grading.TESTS.values() if other == number)
-            if given != tests:
-                raise UserError(f"exercise {number} has {given} points in course/handout.toml, but "
-                                f"its tests in course/values.toml have {tests}")
         self.parts = {number: {} for number in numbers}  # by functions: what is said in their tests
+        self.ask_solution()
         write_program(folder / "program", [*EXERCISES])
-        for name, (number, *_) in self.progress(grading.TESTS.items(), "the solution"):
-            if number in numbers:
-                part = self.parts[number].setdefault(asked(name, number), {})
-                part[name] = grading.exam_of(name, seed, solved=True)
         for number, parts in self.parts.items():
             for functions in parts:
                 self.write_modules(number, functions)
@@ -146,14 +148,31 @@ class Marker:
             print("mark.py: bubblewrap (bwrap, 0.8 or later) is missing or may not run here, so "
                   "answers run without a box: see course/LECTURER.md", file=sys.stderr, flush=True)
 
+    def ask_solution(self) -> None:
+        """Note what the solution says. Raises `UserError` if the points of an exercise are not
+        those of its tests: wrong answers would keep points, or have less than none."""
+        from course import grading  # takes seconds
+        self.points = {name: test.points for name, test in grading.TESTS.items()}
+        for number in self.parts:
+            given = EXERCISES[number]["points"]
+            tests = sum(test.points for test in grading.TESTS.values() if test.exercise == number)
+            if given != tests:
+                raise UserError(f"exercise {number} has {given} points in course/handout.toml, but "
+                                f"its tests in course/values.toml have {tests}")
+        for name, test in self.progress(grading.TESTS.items(), "the solution"):
+            if test.exercise in self.parts:
+                functions = asked(name, test.exercise)
+                part = self.parts[test.exercise].setdefault(functions, {})
+                part[name] = grading.exam_of(name, self.seed, solved=True)
+
     def write_modules(self, number: str, functions: tuple[str, ...]) -> None:
         """Write the modules that are handed in, without these functions."""
         folder = self.folder / " ".join(functions)
         folder.mkdir(exist_ok=True)
         for module in {exercise["module"] for exercise in EXERCISES.values()}:
             source = (ROOT / f"{module}.py").read_text("utf-8")
-            for function in functions if module == EXERCISES[number]["module"] else ():
-                source = replaced(source, function, missing(number))
+            if module == EXERCISES[number]["module"]:
+                source = without(source, functions, number)
             (folder / f"{module}.py").write_text(source, "utf-8")
 
     def grade(self, submission: Path, number: str) -> tuple[int, str]:
@@ -175,24 +194,33 @@ class Marker:
                 faults[name] = late if mine is None else fault_in(mine, tests[name])
         if all(f"NotImplementedError: exercise {number}: " in fault for fault in faults.values()):
             return 0, "not attempted"
-        lost = {name: self.points[name] for name, fault in faults.items() if fault}
+        lost = {name: fault for name, fault in faults.items() if fault}
         if not lost:
             return exercise["points"], ""
-        parts = [f"{name.split(', ', 1)[1]} {worth}" for name, worth in lost.items()]
+        points = exercise["points"] - sum(self.points[name] for name in lost)
+        return points, self.remark(lost)
+
+    def remark(self, lost: dict[str, str]) -> str:
+        """Return which points are lost, by test, and the fault that the first of these found."""
+        parts = []
+        for name in lost:
+            _, situation = name.split(", ", 1)
+            parts.append(f"{situation} {self.points[name]}")
         several = ", ".join(parts[:4])
         if len(parts) > 4:
             several += f" and {len(parts) - 4} others"
-        first = faults[next(iter(lost))]
-        return exercise["points"] - sum(lost.values()), f"lost: {several}; first: {first}"
+        first, *_ = lost.values()
+        return f"lost: {several}; first: {first}"
 
 
 def fault_in(mine: list, said: list) -> str:
     """Return what is wrong with an answer's values, without the arguments, or ""."""
     from course.exam import failure  # takes seconds
     try:
-        parts = re.split(r"\n  (?=yours |expected |arguments )",
-                         failure(said, mine, [each.value for each in said]))
-        return "; ".join(" ".join(part.split())[:140] for part in parts[:3])
+        found = failure(said, mine, [each.value for each in said])
+        parts = re.split(r"\n  (?=yours |expected |arguments )", found)
+        lines = [" ".join(part.split()) for part in parts[:3]]  # without the arguments
+        return "; ".join(line[:140] for line in lines)
     except Exception as problem:  # the answer's process may have written anything
         return f"no values: {type(problem).__name__}"
 
@@ -202,22 +230,35 @@ def cell(text: object) -> str:
     return printable(str(text)).replace("\t", "\\t").replace("\n", "\\n")
 
 
+def new_file(name: str) -> str:
+    """Return the name of a file that is to be written. It must not exist: neither marks nor what
+    was handed in are written over."""
+    if os.path.isfile(name):
+        raise ArgumentTypeError(f"{name} exists, and is not written over: name a new file")
+    return name
+
+
 def arguments() -> Namespace:
     """Return what the command line says."""
     parser = Parser(description="Mark submissions.")
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER")
-    parser.add_argument("--csv", help="write points and remarks to this file")
-    parser.add_argument("--results", help="write those of one submission here, for Gradescope")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
-    parser.add_argument("--timeout", type=float, default=120, help="seconds for each process")
-    parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES])
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a submission")
+    parser.add_argument("--csv", type=new_file, metavar="FILE",
+                        help="write points and remarks to this new file")
+    parser.add_argument("--results", type=new_file, metavar="FILE",
+                        help="write those of one submission to this new file, for Gradescope")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N",
+                        help="processes at a time (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=120, metavar="SECONDS",
+                        help="for each process (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=EXERCISES, metavar="N", default=[*EXERCISES],
+                        help="mark these exercises only (default: all)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6),
-                        help="of the arguments; without it others each time")
+                        metavar="N", help="draws the arguments (default: others each time)")
     args = parser.parse_args()
-    if args.csv and os.path.isfile(args.csv):
-        parser.error(f"--csv {args.csv} exists, and marks are not written over: name a new file")
     if args.results and len(args.folders) > 1:
         parser.error("--results is for one submission: name one FOLDER")
+    if args.csv and args.results and os.path.realpath(args.csv) == os.path.realpath(args.results):
+        parser.error(f"--csv and --results are one file, {args.csv}: name two")
     if not 0 < args.timeout <= 1e6:  # with others no answer runs, and all would get no points
         parser.error(f"--timeout is {args.timeout}; it must be above 0 and at most a million")
     args.only = list(dict.fromkeys(args.only))
@@ -231,6 +272,23 @@ def for_gradescope(marks: dict[str, tuple[int, str]]) -> dict:
                       for number, (points, remark) in marks.items()]}
 
 
+def write_marks(file: TextIO, submission: Path, marks: dict[str, tuple[int, str]],
+                seed: int) -> None:
+    """Write a submission's points and remarks into a row of the CSV file, and on the screen."""
+    name = cell(submission)
+    points = [worth for worth, _ in marks.values()]
+    points.append(sum(points))
+    remarks = [cell(f"{number}: {remark}")[:700]
+               for number, (_, remark) in marks.items() if remark]
+    if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
+        name = f"./{name}"
+    csv.writer(file).writerow([name, *points, seed, "; ".join(remarks)])
+    file.flush()
+    print(*points, name, sep="\t")
+    for remark in remarks:
+        print(f"\t{remark}", flush=True)
+
+
 def main() -> None:
     args = arguments()
     numbers = args.only
@@ -242,24 +300,13 @@ def main() -> None:
         marker = Marker(numbers, args.seed, args.timeout, Path(programs))
         print(f"--seed {args.seed}")
         print(*numbers, "total", "submission", sep="\t", flush=True)
-        table = csv.writer(file)
-        table.writerow(["submission", *numbers, "total", "seed", "remarks"])
+        csv.writer(file).writerow(["submission", *numbers, "total", "seed", "remarks"])
         for submission in args.folders:
-            name = cell(submission)
             graded = pool.map(partial(marker.grade, submission), numbers)
-            graded = [*marker.progress(graded, name, total=len(numbers))]
+            graded = marker.progress(graded, cell(submission), total=len(numbers))
             marks = dict(zip(numbers, graded))
             json.dump(for_gradescope(marks), results)
-            points = [worth for worth, _ in graded]
-            said = [cell(f"{number}: {remark}")[:700]
-                    for number, (_, remark) in marks.items() if remark]
-            if name.startswith(("=", "+", "-", "@")):  # in a spreadsheet a formula
-                name = f"./{name}"
-            table.writerow([name, *points, sum(points), args.seed, "; ".join(said)])
-            file.flush()
-            print(*points, sum(points), name, sep="\t")
-            for line in said:
-                print(f"\t{line}", flush=True)
+            write_marks(file, submission, marks, args.seed)
 
 
 if __name__ == "__main__":

@@ -53,19 +53,25 @@ def timed(bench: Bench, line: dict) -> dict:
     return {"launch": line, "rounds": rounds, "spans": spans}
 
 
+def tokens_of(run: dict) -> list[int]:
+    """Return the tokens that a run has decoded."""
+    return sum((decoded["new"] for decoded in run["rounds"]), [])
+
+
 def look_inside(bench: Bench, run: dict) -> None:
     """Decode again, and add to each round what was seen. Raises `UserError` for another text."""
     settings = bench.settings_of(Point("", 0, run["launch"]["with"]))
     context = bench.sd_models.context
     # the text ends where `Bench` ends it; beyond that there is room for what the last round drafts
-    sequences = Sequences(bench.prompts[:1], settings.max_new_tokens, context, [], context)
+    text = bench.prompts[:1]
+    sequences = Sequences(text, settings.max_new_tokens, context, [], context)
     bench.sd_models.set_pace((0.0, 0.0))
     narrator = Narrator(settings, bench.sd_models, sequences, bench.job.tokenizer)
     seen = [rows[0].brief() for rows in narrator.decode()]
-    if sequences.new_tokens[0] != sum([told["new"] for told in run["rounds"]], []):
+    if sequences.new_tokens[0] != tokens_of(run):
         raise UserError("the same settings gave two texts, so no page is written")
-    for told, inside in zip(run["rounds"], seen):
-        told |= inside
+    for decoded, inside in zip(run["rounds"], seen):
+        decoded |= inside
 
 
 def main(settings: PageSettings) -> None:
@@ -80,10 +86,9 @@ def main(settings: PageSettings) -> None:
         return
     tokenizer = bench.job.tokenizer
     for run in runs:
-        tokens = sum((told["new"] for told in run["rounds"]), [])
-        pieces = iter(text_pieces(tokenizer, bench.prompts[0], tokens))
-        for told in run["rounds"]:
-            told["text"] = list(islice(pieces, len(told["new"])))
+        pieces = iter(text_pieces(tokenizer, bench.prompts[0], tokens_of(run)))
+        for decoded in run["rounds"]:
+            decoded["text"] = list(islice(pieces, len(decoded["new"])))
         if run["launch"]["lookahead"]:
             look_inside(bench, run)
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
@@ -96,7 +101,9 @@ def write_page(trace: dict, out: Path) -> None:
     """Write the page, and beside it the race. Their templates are read before, because they may be
     these very files."""
     data = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
-    before, after = re.split(TRACE, (ROOT / "docs/index.html").read_text("utf-8"))
-    for file, text in ((out, before + data + after), (out.with_name("race.svg"), race(trace))):
+    template = (ROOT / "docs/index.html").read_text("utf-8")
+    before, after = re.split(TRACE, template)
+    texts = {out: before + data + after, out.with_name("race.svg"): race(trace)}
+    for file, text in texts.items():
         with open_for_writing("--out", str(file)) as written:
             written.write(text)

@@ -7,6 +7,7 @@ import re
 from html import escape
 from itertools import groupby
 
+from cache import BACKUP, PRIMARY
 from cli.settings import ROOT
 from engine.errors import printable
 
@@ -16,20 +17,23 @@ COLUMNS = 66             # of text; a longer line goes on in the next
 TITLES = {"AR": "the target alone", "SD": "draft and target take turns",
           "SSD": "the draft works ahead"}
 LANES = {"target": ("verify",), "draft": ("trunk", "tree", "backup")}
+SOURCES = {PRIMARY: "cache", BACKUP: "backup"}  # the styles of what each drafted
 
 
 def since_first(run: dict, time: float) -> int:
-    """The milliseconds between a run's first token and `time` (seconds); 0 before it."""
-    return max(0, round(1000 * (time - run["rounds"][0]["time"])))
+    """Return the milliseconds between a run's first token and `time` (seconds); 0 before it."""
+    first = run["rounds"][0]["time"]
+    return max(0, round(1000 * (time - first)))
 
 
 def appearing(style: str, ms: int, text: str) -> str:
-    """A span of text with the keyframes that show it from this millisecond on."""
+    """Return a span of text with the keyframes that show it from this millisecond on."""
     return f'<tspan class="{style}" style="animation-name: t{ms}">{escape(text)}</tspan>'
 
 
 def motion(drawn: str, end: int) -> str:
-    """The keyframes of `drawn`: t897 shows at 897 ms; curtains open until `end`; then a pause."""
+    """Return the keyframes of `drawn`: t897 shows at 897 ms; curtains open until `end`; then a
+    pause."""
     total = SLOWER * end + PAUSE
     frames = [f"* {{ animation: {total}ms step-end infinite }}",
               f".curtain {{ animation: curtain {total}ms linear infinite }}",
@@ -42,40 +46,52 @@ def motion(drawn: str, end: int) -> str:
 
 
 def lane(run: dict, device: str, y: int, end: int) -> str:
-    """What a device did, as bars under a curtain that opens as time goes on."""
-    box = f'x="{LEFT}" y="{y}" width="{RIGHT - LEFT}" height="16"'
+    """Return what a device did, as bars under a curtain that opens as time goes on."""
+    width = RIGHT - LEFT
+    box = f'x="{LEFT}" y="{y}" width="{width}" height="16"'
     bars = ""
-    for kind, *span in run["spans"]:
-        start, stop = (LEFT + (RIGHT - LEFT) * since_first(run, time) / end for time in span)
+    for kind, start, stop in run["spans"]:
         if kind in LANES[device]:
-            bars += f'<path class="{kind}" d="M{start:.1f} {y + 1}H{stop:.1f}v14H{start:.1f}z"/>'
+            left = LEFT + width * since_first(run, start) / end
+            right = LEFT + width * since_first(run, stop) / end
+            bars += f'<path class="{kind}" d="M{left:.1f} {y + 1}H{right:.1f}v14H{left:.1f}z"/>'
     return (f'<text x="24" y="{y + 13}" class="soft">{device}</text><rect class="lane" {box}/>'
             f'{bars}<rect class="lane curtain" {box}/>')
 
 
 def rows(run: dict, prompt: str) -> list[str]:
-    """The text: rows of spans, each in its colour and at its time."""
+    """Return the text: rows of spans, each in its colour and at its time."""
     drafts = run["launch"]["lookahead"] > 0
     found = [[("soft", 0, letter) for letter in printable(prompt)[-COLUMNS:]]]
-    for number, told in enumerate(run["rounds"]):
-        source = ("cache", "backup")[told["source"]] if drafts and number else "own"
-        for place, piece in enumerate(told["text"]):
-            bonus = " bonus" if drafts and place == told["outcome"][0] else ""
+    for number, decoded in enumerate(run["rounds"]):
+        ms = since_first(run, decoded["time"])
+        source = SOURCES[decoded["source"]] if drafts and number else "own"
+        for place, piece in enumerate(decoded["text"]):
+            bonus = " bonus" if drafts and place == decoded["outcome"][0] else ""
             for letter in printable(piece):
                 if letter == "\n" or len(found[-1]) == COLUMNS:
                     found.append([])
                 if letter != "\n":
                     style = source if letter == " " else source + bonus
-                    found[-1].append((style, since_first(run, told["time"]), letter))
-    return ["".join(appearing(*key, "".join(letter for *_, letter in group))
-                    for key, group in groupby(row, key=lambda part: part[:2])) for row in found]
+                    found[-1].append((style, ms, letter))
+    return [spans(row) for row in found]
+
+
+def spans(row: list[tuple[str, int, str]]) -> str:
+    """Return letters with their styles and times as spans, one for neighbours that are alike."""
+    drawn = ""
+    for (style, ms), group in groupby(row, key=lambda part: part[:2]):
+        letters = [letter for _, _, letter in group]
+        drawn += appearing(style, ms, "".join(letters))
+    return drawn
 
 
 def race(trace: dict) -> str:
-    """The SVG of the trace's greedy texts."""
+    """Return the SVG of the trace's greedy texts."""
     runs = {run["launch"]["name"]: run for run in trace["runs"] if not run["launch"]["temperature"]}
     ends = {name: since_first(run, run["rounds"][-1]["time"]) for name, run in runs.items()}
     end = max(ends.values())
+    last_line = trace["prompt"].split("\n")[-1]
     drawn = ""
     y = 100
     for name, run in runs.items():
@@ -88,9 +104,10 @@ def race(trace: dict) -> str:
         for device in ("target", "draft") if run["launch"]["lookahead"] else ("target",):
             drawn += lane(run, device, y, end) + "\n"
             y += 21
-        for row in rows(run, trace["prompt"].split("\n")[-1]):
+        for row in rows(run, last_line):
             y += 24
             drawn += f'<text x="24" y="{y}" class="text" xml:space="preserve">{row}</text>\n'
     template = (ROOT / "docs/race.svg").read_text("utf-8")
-    begin = re.sub(r"(?<=viewBox=.0 0 800 )\d+", str(y + 26), template.split('id="race">')[0])
+    begin, _ = template.split('id="race">')
+    begin = re.sub(r"(?<=viewBox=.0 0 800 )\d+", str(y + 26), begin)
     return f'{begin}id="race">\n{motion(drawn, end)}\n{drawn}</g>\n</svg>\n'

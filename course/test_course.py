@@ -7,6 +7,7 @@ Only one test starts pytest in a real hand-out, which takes seconds. The others 
 this very program other bodies, the ones that the hand-out would hold, and call the grading tests.
 """
 import ast
+import csv
 import functools
 import io
 import keyword
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -522,17 +524,22 @@ def fault_in(name: str, seed: int = grading.SEED) -> str:
     return failure(mine, [each.value for each in mine], solution(name, seed))
 
 
+def names_of(number: str) -> list[str]:
+    """The tests of an exercise."""
+    return [name for name, test in grading.TESTS.items() if test.exercise == number]
+
+
 def fault(number: str) -> str:
     """What the tests of one exercise first find, or ""."""
-    names = (name for name, (exercise, *_) in grading.TESTS.items() if exercise == number)
-    return next(filter(None, map(fault_in, names)), "")
+    faults = map(fault_in, names_of(number))
+    return next(filter(None, faults), "")
 
 
 def asked_with(function: str) -> list[str]:
     """The tests in which marking asks this function."""
     number = number_of(function)
-    return [name for name, (exercise, *_) in grading.TESTS.items() if exercise == number
-            and function.split(".", 1)[1] in mark.asked(name, number)]
+    _, function = function.split(".", 1)
+    return [name for name in names_of(number) if function in mark.asked(name, number)]
 
 
 MARKED = 1  # the seed of marking
@@ -586,9 +593,11 @@ def test_wrong_answers_fail_and_a_slip_costs_its_own_points(
         program_says(name, MARKED)
     install(monkeypatch, function, edited(function, right, wrong))
     assert any(map(fault_in, sorted(asked, key=SECONDS.get)))  # the fastest first
-    faults = {name: mark.fault_in([each.value for each in grading.exam_of(name, MARKED)],
-                                  program_says(name, MARKED)) for name in asked if left}
-    lost = sum(grading.TESTS[name][1] for name in faults if faults[name])
+    faults = {}
+    for name in asked if left else ():
+        mine = [each.value for each in grading.exam_of(name, MARKED)]
+        faults[name] = mark.fault_in(mine, program_says(name, MARKED))
+    lost = sum(grading.TESTS[name].points for name in faults if faults[name])
     assert not left or EXERCISES[number]["points"] - lost == left, faults
     assert all("; yours" in said and "; expected" in said for said in faults.values() if said)
 
@@ -638,14 +647,14 @@ def test_an_empty_submission_gets_no_points(monkeypatch, number):
     for body, said in (missing(number), "NotImplementedError"), ("return None", "yours"):
         for function in FUNCTIONS[number]:
             install(monkeypatch, function, with_body(function, body))
-        for name, (exercise, *_) in grading.TESTS.items():
-            assert exercise != number or said in fault_in(name)
+        for name in names_of(number):
+            assert said in fault_in(name)
 
 
 def test_the_points_of_the_tests_are_those_of_the_exercises():
     for number, exercise in EXERCISES.items():
-        assert exercise["points"] == sum(
-            points for other, points, *_ in grading.TESTS.values() if other == number)
+        points = [grading.TESTS[name].points for name in names_of(number)]
+        assert exercise["points"] == sum(points)
 
 
 def fault_of(monkeypatch, function: str, answer: str, number: str) -> str:
@@ -851,16 +860,18 @@ def test_the_first_hour_runs_and_any_q_is_exact():
     code = re.findall(r"```python\n(.*?)```", (ROOT / "course/SHEET.md").read_text("utf-8"), re.S)
     sheet = {}
     exec(code[0], sheet)
-    p, q, one_token = sheet["p"], sheet["q"], sheet["one_token"]
-    bent = [sheet["saguaro_distribution"](q, 1, C) for C in (0.5, 0.0)]
-    others = [torch.tensor(other) for other in ([0.1, 0.1, 0.8], [0.0, 1.0, 0.0])]
-    expected = ((0.9, [0, 0, 1]), (0.87, [0.56, 0, 0.44]), (0.5, [1, 0, 0]),
-                (0.4, [0.67, 0.33, 0]), (0.3, [0.71, 0, 0.29]))
-    for each, (kept, r) in zip((q, *bent, *others), expected, strict=True):
-        result = one_token(p, each)
-        assert result[0].item() == pytest.approx(kept, abs=0.006)
-        assert result[1].tolist() == pytest.approx(r, abs=0.006)
-        assert result[2].tolist() == pytest.approx(p.tolist())
+    p = sheet["p"]
+    q = sheet["q"]
+    bent = sheet["saguaro_distribution"]
+    for other, expected_share, expected_residual in (
+            (q, 0.9, [0, 0, 1]), (bent(q, 1, 0.5), 0.87, [0.56, 0, 0.44]),
+            (bent(q, 1, 0.0), 0.5, [1, 0, 0]),
+            (torch.tensor([0.1, 0.1, 0.8]), 0.4, [0.67, 0.33, 0]),
+            (torch.tensor([0.0, 1.0, 0.0]), 0.3, [0.71, 0, 0.29])):
+        accepted, residual, text = sheet["one_token"](p, other)
+        assert accepted.item() == pytest.approx(expected_share, abs=0.006)
+        assert residual.tolist() == pytest.approx(expected_residual, abs=0.006)
+        assert text.tolist() == pytest.approx(p.tolist())
 
 
 def test_a_shorter_hand_out_has_a_shorter_sheet(tmp_path):
@@ -916,7 +927,9 @@ def test_no_link_of_a_hand_out_is_dead(tmp_path, numbers):
     (mark, "full --seed one", "--seed: invalid int value: 'one'"),
     (mark, "full --only 4 10", "--only: invalid choice: '10'"),
     (mark, "full --csv full", "--csv 'full': Is a directory"),
-    (mark, "full --csv file", "--csv file exists, and marks are not written over: name a new file"),
+    (mark, "full --csv file", "--csv: file exists, and is not written over: name a new file"),
+    (mark, "full --results full/cache.py", "--results: full/cache.py exists, and is not written"),
+    (mark, "full --csv new --results ./new", "--csv and --results are one file, new: name two"),
     (mark, "full file --results new", "--results is for one submission: name one FOLDER"),
     (mark, "full --csv missing/marks.csv", "--csv 'missing/marks.csv': No such file"),
 ])
@@ -943,6 +956,34 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch,
     monkeypatch.setattr(page, "Bench", None)
     with pytest.raises(UserError, match=said):
         page.main(PageSettings(out=out))
+
+
+@pytest.mark.parametrize("command", ("handout", "mark", "explain", "page"))
+def test_help_names_the_command_that_was_typed(command):
+    shown = subprocess.run([sys.executable, "-m", f"course.{command}", "--help"], cwd=ROOT,
+                           text=True, stdout=subprocess.PIPE).stdout
+    assert shown.startswith(f"usage: python -m course.{command} [-h]")
+
+
+@pytest.mark.parametrize("sign", ("=", "+", "-", "@", ""))
+def test_a_row_has_points_their_sum_the_seed_and_remarks(capsys, sign):
+    """Of several exercises, in the order of --only; no name is a formula of a spreadsheet."""
+    marks = {"6": (3, "lost: a tab\t" + 999 * "x"), "1": (4, ""), "2": (0, "not attempted")}
+    file = io.StringIO()
+    mark.write_marks(file, Path(f"{sign}ann"), marks, 5)
+    name, *numbers, remarks = next(csv.reader(io.StringIO(file.getvalue(), newline="")))
+    assert name == (f"./{sign}ann" if sign else "ann")
+    assert numbers == ["3", "4", "0", "7", "5"]
+    lost, other = remarks.split("; ")
+    assert lost.startswith(r"6: lost: a tab\tx") and len(lost) == 700
+    assert other == "2: not attempted"
+    assert capsys.readouterr().out == f"3\t4\t0\t7\t{name}\n\t{lost}\n\t{other}\n"
+
+
+def test_gradescope_gets_every_exercise():
+    found = mark.for_gradescope({"6": (3, "lost"), "1": (4, "")})["tests"]
+    assert [(test["score"], test["max_score"], test["output"]) for test in found] == [
+        (3, 11, "lost"), (4, 4, "")]
 
 
 def test_other_arguments_are_asked_at_each_marking(monkeypatch):

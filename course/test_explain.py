@@ -5,12 +5,15 @@ import shlex
 import sys
 
 import pytest
+import torch
 
 from cli.settings import parse
 from course import explain
 from course.handout import ROOT
 from course.options import ExplainSettings
 from run.job import Job
+from saguaro import Sequences
+from sampling import inverse_cdf, saguaro_distribution
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,46 @@ def test_what_slow_motion_tells(capsys, monkeypatch, one_thread, models):
     assert slow_motion("--pause").count("Enter") == 1
     rounds = slow_motion("--prompt", "x = 1\n" * 124, "--rounds", "200").count("\nround ")
     assert 2 < rounds < 20  # until the context of 512 tokens is full
+
+
+def rounds_at_temperature_1(models) -> tuple[explain.Narrator, list[explain.Round]]:
+    """Rounds with C = 1/2, and who prints them."""
+    settings = ExplainSettings(prompt=("def f(x):",), temperature=1.0, downweight=0.5, seed=3)
+    job = Job(settings)
+    sequences = Sequences(job.prompts, 16, models.context, models.target.eos_tokens)
+    narrator = explain.Narrator(settings, models, sequences, job.tokenizer)
+    return narrator, [rows[0] for rows in narrator.decode()]
+
+
+def test_what_is_shown_has_decided(capsys, one_thread, models):
+    """The outcome follows from the p, q, sent and u that are printed, token by token."""
+    narrator, rounds = rounds_at_temperature_1(models)
+    kinds = set()
+    for seen in rounds:
+        k, bonus = seen.outcome
+        kinds.add((seen.source, k < len(seen.drafted)))
+        narrator.print_draws(seen)
+        for i, line in enumerate(capsys.readouterr().out.splitlines()[1:-1]):
+            token = seen.drafted[i]
+            F = narrator.draft.plan.fan_out[seen.source][i]
+            sigma = saguaro_distribution(seen.q[i], F, 0.5)
+            torch.testing.assert_close(seen.sent[i], sigma, rtol=1e-4, atol=1e-6)
+            p = seen.p[i, token]
+            u = seen.uniforms[i]
+            shown = (p, seen.q[i, token], sigma[token], u, p / sigma[token])
+            assert "  ".join(f"{number:.3f}" for number in shown) in line
+            assert (u < p / sigma[token]) == (i < k) == ("accepted" in line)
+        assert bonus == inverse_cdf(seen.bonus_distribution(), seen.uniforms[-1])
+    assert len(kinds) == 4  # from the cache and from a backup, with and without a rejection
+
+
+def test_guesses_are_shown_with_the_drafts_q(capsys, one_thread, models):
+    narrator, rounds = rounds_at_temperature_1(models)
+    for seen in rounds:
+        narrator.print_guesses(seen, "")
+        lines = capsys.readouterr().out.splitlines()[1:]
+        for line, (k, token) in zip(lines, seen.prepared):
+            assert f" {seen.q[k, token]:.3f} " in line and f" k={k} " in line
 
 
 @pytest.mark.slow

@@ -80,19 +80,23 @@ while frame and 'expected' not in frame.f_locals:
 import solution
 return frame.f_locals['expected'] if frame else solution.throughput(**given)""",
     "critical_batch_size": "return 1.0"}
-CHEATS = {
-    "skips, looks what is expected, asks the solution, and lets everything be equal":
+CHEATS = {  # and what the remark says
+    "skips, looks what is expected, asks the solution, and lets everything be equal": (
         functools.reduce(lambda source, cheat: replaced(source, *cheat), CHEATING.items(), RIGHT)
         + "\nimport torch.testing\ntorch.testing.assert_close = lambda *a, **k: None",
-    "ends at once": with_bodies(
+        " and 7 others; first: "),
+    "writes that it passed, and ends": (with_bodies(
         "return 1.0", "import os\nfor fd in range(9):\n    try: os.write(fd, b'9 passed')\n"
-        "    except OSError: pass\nos._exit(0)")}
+        "    except OSError: pass\nos._exit(0)"), "no values: JSONDecodeError"),
+    "ends at once": (with_bodies("return 1.0", "import os\nos._exit(0)"),
+                     "; first: the process ended")}
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_get_no_points(marks, name):
-    points, remark = marks(CHEATS[name])
-    assert points == 0 and remark
+    source, said = CHEATS[name]
+    points, remark = marks(source)
+    assert points == 0 and said in remark
 
 
 def test_a_box_has_nothing_but_the_answer_and_the_program(
@@ -174,6 +178,9 @@ def test_what_is_no_small_file_is_not_read(marker, tmp_path):
     os.mkfifo(tmp_path / "cache.py")
     assert marker.grade(tmp_path, "6") == (
         0, "OSError: cache.py is no regular file of at most 64 KB")
+    os.remove(tmp_path / "cache.py")
+    (tmp_path / "cache.py").write_bytes(bytes(65_537))
+    assert "no regular file of at most 64 KB" in marker.grade(tmp_path, "6")[1]
     os.remove(tmp_path / "cache.py")
     (tmp_path / "cache.py").symlink_to("/dev/zero")
     assert "no regular file" in marker.grade(tmp_path, "6")[1]
