@@ -99,6 +99,7 @@ class Bench:
     def __init__(self, settings: BenchSettings):
         self.settings = settings
         self.job = Job(settings)
+        check_lengths(self.job)
         if self.job.placement.world_size != 2:
             raise UserError("bench.py measures one target rank and one draft rank: start two, or "
                             "compare runs of saguaro.py --prompts FILE with every --mode")
@@ -126,15 +127,18 @@ class Bench:
         paced, and rows share passes."""
         settings = self.settings_of(point)
         point = point.but(pace=(0.0, 0.0), batch_size=8)
-        if largest_tells(settings):
-            point = point.but(**BASELINE).but(mode="ssd", budget=LARGEST, acceptance_rate=0.8,
-                                              miss_exponent=1.0)
-        [stats] = self.decode([point], texts)
-        return counts_of(settings, stats)
+        if not largest_tells(settings):
+            [stats] = self.decode([point], texts)
+            return counts_of(settings, stats)
+        point = point.but(**BASELINE).but(mode="ssd", acceptance_rate=0.8, miss_exponent=1.0)
+        budget = sum(make_plan(settings).fan_out[PRIMARY])  # SD's is 0
+        # what round 0 guesses depends on the budget alone
+        first = point.but(lookahead=1, budget=budget, max_new_tokens=2)
+        return counts_of(settings, *self.decode([point.but(budget=LARGEST), first], texts))
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
         """Return the row of a point by theory, from what is counted and how long its pieces of work
-        take. Where T_p > 1, misses take longer than the theorem assumes: see `cache.throughput`."""
+        take."""
         settings = self.settings_of(point)
         verification, tree_pass, backup_pass = self.times(settings)
         K = 0 if settings.mode == "ar" else settings.lookahead
@@ -217,6 +221,15 @@ class Bench:
         return decoder
 
 
+def check_lengths(job: Job) -> None:
+    """Raise `UserError` for a prompt that leaves no room for a whole text: all have one length."""
+    for number, prompt in enumerate(job.prompts, start=1):
+        if len(prompt) + job.settings.max_new_tokens > job.context:
+            raise UserError(f"prompt {number} has {len(prompt)} tokens, and bench.py adds "
+                            f"{job.settings.max_new_tokens} to each: that is more than the "
+                            f"target's context, {job.context}; try a lower --max-new-tokens")
+
+
 def median_ms(stats: Stats, *works: str) -> float:
     """Return the milliseconds that these pieces of a round take together, by their medians."""
     return sum(1000 * median(stats.seconds_of(work)) for work in works)
@@ -230,17 +243,20 @@ def largest_tells(settings: Settings) -> bool:
             and settings.fan_out not in SPECULATORS)
 
 
-def counts_of(settings: Settings, stats: Stats) -> Metrics:
+def counts_of(settings: Settings, stats: Stats, first: Stats | None = None) -> Metrics:
     """Return the hits and tokens of these settings, from the `stats` of the run that counts them.
-    Counts of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
-    taken to be right."""
+    Counts of guesses leave out round 0 of each text. If they tell the hits, these are theirs and
+    those of `first`, texts of two tokens with a cache of this budget: of its outcome."""
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
     counts = {name: value for name, value in stats.summary().items() if name in names}
     counts["guess_counts"] = torch.tensor(stats.guess_counts)  # [2, K+1, n+1]
-    if largest_tells(settings):
+    if first:
         table = counts["guess_counts"].sum(0)
-        table[0, 0] += sum(len(timed.rows) for timed in stats.log if timed.number == 0)
-        counts["hit_rate"] = counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
+        later = int(table.sum())
+        texts = sum(len(timed.rows) for timed in first.log if timed.number == 0)
+        hits = later * counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
+        hits += texts * first.summary()["hit_rate"]
+        counts["hit_rate"] = hits / (later + texts)
         counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
     return counts
 
@@ -355,12 +371,10 @@ def command_line(settings: Settings) -> str:
 def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Point:
     """Return this point with the K that is fastest by Theorem 7, or in a batch by Corollary 16. At
     a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than its
-    passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and a
-    quick run keeps the point's."""
+    passes. AR has no K, and a quick run keeps the point's."""
     def speed(K: int) -> float:
         f = bench.predict(point.but(lookahead=K), texts)
-        T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
-        return theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
+        return theorem_7(f | {"T_p": 1.1 * (f["T_p"] or 0.0)}, f["batch size"])
 
     if bench.settings.quick or point.changes.get("mode") == "ar":
         return point

@@ -183,8 +183,9 @@ def critical_batch(found: list[dict]) -> float:
     p = neural["hit_rate"] or 0.0
     E_hit = neural["E_hit"] or 0.0
     E_fast = (random["tokens_per_round"] - p * E_hit) / max(1 - p, 1e-9)
+    late = max(0.0, neural["T_p"] - 1)  # see `cache.throughput`
     return critical_batch_size(p, E_hit, neural["E_miss"] or 0.0, E_fast, neural["T_p"],
-                               T_neural=neural["T_b"], T_fast=0.0)
+                               T_neural=late + neural["T_b"], T_fast=late)
 
 
 DEVICES = {"AR": 4, "SD": 4, "SSD, neural backup": 5, "SSD, random backup": 5}  # the paper's
