@@ -18,14 +18,17 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
 import json
+import os
 import platform
+import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
 from itertools import zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from timeit import repeat
 from typing import Any, Callable, Iterable, NamedTuple
 
@@ -34,37 +37,45 @@ import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
+from cache import FAN_OUT_POLICIES, PRIMARY, throughput
 from cli.settings import ROOT, Settings, open_for_writing
 from engine.errors import UserError
 from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import SWEEPS, BenchSettings
 from figures.guesses import counted_hit_rate, fit_shape
+from figures.rivals import ASSISTANTS, Generate
 from ideas import SPECULATORS
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
-from run.placement import gather
+from run.placement import cores_of, gather, threads_for
 from run.screen import KEPT, TOO_SLOW
-from run.stats import Stats, theorem_7
+from run.stats import Stats, ratio, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
 GREEDY = (16, 3)    # (prompts, samples of each) of the comparison at temperature 0,
 SAMPLED = (16, 8)   # and above
 FEW = (12, 2)       # to choose K, and of figures that are not in TEXTS
+UNPACED = (8, 1)    # of the comparison without a pace,
+TURNS = 5           # each text so often
 MOST_MEASURED = 48  # texts of a figure
+ENOUGH = 8  # prompts: of 4 an interval of one standard error covers 0.59 instead of 0.68
 TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16, 6),
          "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
+UNPACED_LINES = ("AR", "SD", "SSD", "SD, block", "SSD, race", "everything together")
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 11)  # among which each line of the comparison has its best
 LARGEST = 64  # so many guesses tell the hits of every smaller cache
 # SD drafts with the draft model, and AR not at all, whatever the options of SSD are
 BASELINE = {"backup": "neural", "downweight": 1.0, "fan_out": "geometric", "budget": 0}
-COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "/ SD, block", "by Theorem 7", "Cor. 9")
+COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "error of / SD", "/ SD, block",
+            "by Theorem 7")
+IN_TURNS = ("assistant", "threads", "tokens/s", "least", "most", "/ AR", "/ SD", "error of / SD")
 COLUMNS = {  # and how they are headed
-    "lookahead": "K", "top_p": "top-p", "tokens/s": "tokens/s", "standard error": "+-",
+    "lookahead": "K", "budget": "budget", "top_p": "top-p", "tokens/s": "tokens/s",
+    "standard error": "+-",
     "tokens_per_round": "a round", "acceptance_rate": "a", "hit_rate": "hits",
-    "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
+    "T_v in ms": "T_v", "T_v alone": "alone", "T_p": "T_p", "T_b": "T_b",
     "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
 # what grows, and the context, batch size and vocabulary of each measurement
 GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
@@ -84,6 +95,8 @@ class Point(NamedTuple):
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
     in_turns: bool = False   # SSD in one process, where nothing overlaps
+    threads: int | None = None     # of one process on all cores; None: each rank on its own cores
+    assistant: list | None = None  # of transformers' `generate`, see figures/rivals.py
 
     def but(self, **changes) -> "Point":
         """Return this point with other settings."""
@@ -98,15 +111,23 @@ class Bench:
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
+        self.all_cores = cores_of(0, 1)
+        # of a command of one process: one thread, or as many as it takes
+        self.thread_counts = sorted({1, threads_for(len(self.all_cores), 1)})
         self.job = Job(settings)
         check_lengths(self.job)
         if self.job.placement.world_size != 2:
             raise UserError("bench.py measures one target rank and one draft rank: start two, or "
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
+        sizes = [config.get_text_config().vocab_size
+                 for config in (self.job.target_config, self.job.draft_config)]
+        self.may_assist = sizes[0] == sizes[1]  # else `generate` refuses
         self.models = self.job.load()
         draft = self.job.load_draft() if self.leads else self.models.draft
         self.sd_models = self.models._replace(placement=None, draft=draft)
+        self.own_cores = cores_of(0, 1)
+        self.own_threads = torch.get_num_threads()
         self.prompts = self.job.prompts
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
@@ -121,6 +142,14 @@ class Bench:
         return [prompt[:len(prompt) - 8 * sample]
                 for sample in range(1 if self.settings.quick else samples)
                 for prompt in self.prompts[:num_prompts] if 8 * sample < len(prompt)]
+
+    @property
+    def paced(self) -> bool:
+        return any(self.settings.pace)
+
+    def other_texts(self) -> list[list[int]]:
+        """Return two texts that the table without a pace does not measure."""
+        return [prompt[:-8] or prompt for prompt in self.prompts[-2:]]
 
     def count(self, point: Point, texts: list[list[int]]) -> Metrics:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
@@ -163,11 +192,17 @@ class Bench:
         return (median_ms(with_cache, "verify"), median_ms(with_cache, "trunk", "tree") / (K + 1),
                 median_ms(without, "backup") / K)
 
-    def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
-        """Return the rows of these points as measured."""
-        found = self.decode(points, texts)
-        return [measured_row(point, self.settings_of(point), stats)
+    def measure(self, points: list[Point], texts: list[list[int]], turns: int = 1) -> list[Metrics]:
+        """Return the rows of these points as measured, on the texts in so many turns."""
+        found = self.decode(points, turns * texts)
+        prompts = [self.prompt_of(text) for text in turns * texts]
+        return [measured_row(point, self.settings_of(point), stats, prompts, turns)
                 for point, stats in zip(points, found)]
+
+    def prompt_of(self, text: list[int]) -> int:
+        """Return the number of the prompt with which a text begins."""
+        return next(number for number, prompt in enumerate(self.prompts)
+                    if prompt[:len(text)] == text)
 
     def settings_of(self, point: Point) -> Settings:
         pace = [SLOWER[point.changes.get("batch_size", 1)] * ms for ms in self.settings.pace]
@@ -175,13 +210,20 @@ class Bench:
         baseline = {} if point.changes.get("mode", "ssd") == "ssd" else BASELINE
         return self.settings.to_settings(**always | point.changes | baseline)
 
+    def verification_alone(self, point: Point) -> float:
+        """Return how many ms a verification of SSD takes while the draft is idle. Beside one at
+        work it takes longer, where two cores share what both need."""
+        [stats] = self.decode([point._replace(in_turns=True)], self.texts(*UNPACED))
+        return 1000 * stats.mean_seconds("verify")
+
     def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
         """Return the statistics of every point. No point is decoded twice."""
-        keys = [json.dumps([asdict(self.settings_of(point)), point.in_turns, len(texts)])
+        # what ranks do not depend on: name, value and changes
+        keys = [json.dumps([asdict(self.settings_of(point)), *point[3:], len(texts)])
                 for point in points]
         new = [key for key in dict.fromkeys(keys) if key not in self.stats]
         if new:
-            ways = [json.loads(key)[:2] for key in new]
+            ways = [json.loads(key)[:-1] for key in new]
             gather([ways, texts])  # rank 1 hears of it
             self.stats |= dict(zip(new, self.take_turns(ways, texts)))
         return [self.stats[key] for key in keys]
@@ -194,23 +236,38 @@ class Bench:
             asked = gather(None)[0]
 
     def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
-        """Decode in these ways, each given as (settings, in turns): in all of them the first batch,
-        then the next, so that what disturbs the machine disturbs all. Returns their statistics."""
-        decoders = [self.decoder(Settings(**choices), in_turns, texts)
-                    for choices, in_turns in ways]
+        """Decode in these ways, each given as (settings, in turns, threads, assistant): in all of
+        them the first batch, then the next, so that what disturbs the machine disturbs all. Returns
+        their statistics."""
+        decoders = []
         batches = []
-        for decoder in decoders:
-            size = decoder.settings.batch_size
-            few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
+        for choices, in_turns, threads, assistant in ways:
+            settings = Settings(**choices)
+            if assistant is None:
+                decoders.append(self.decoder(settings, in_turns, texts))
+            else:
+                decoders.append(Generate(settings, self.sd_models, assistant))
+            size = settings.batch_size
+            # at a pace AR is as fast on any text
+            few = max(4, size) if settings.mode == "ar" and threads is None else None
             batches.append(batches_of(texts[:few], size))
         for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
                          disable=not self.leads):
-            for decoder, batch in zip(decoders, turn):
+            for decoder, (*_, threads, _), batch in zip(decoders, ways, turn):
                 if batch and (self.leads or decoder.placement):
+                    self.use_cores(threads)
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier()
         return [decoder.stats for decoder in decoders]
+
+    def use_cores(self, threads: int | None) -> None:
+        """Use all cores and so many threads, as a command of one process does: the other rank
+        sleeps meanwhile. None: use this rank's own."""
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):  # some sandboxes forbid it
+                os.sched_setaffinity(0, self.all_cores if threads else self.own_cores)
+        torch.set_num_threads(threads or self.own_threads)
 
     def decoder(self, settings: Settings, in_turns: bool, texts: list[list[int]]) -> Decoder:
         """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
@@ -261,33 +318,56 @@ def counts_of(settings: Settings, stats: Stats, first: Stats | None = None) -> M
     return counts
 
 
-def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """Return the row of a point as it was decoded. Where the pace is slower for a batch, times are
-    shown as if it were not."""
-    slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
-    parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
-    speed, parts["standard error"] = speed_of(stats, settings.batch_size, slower)
+def measured_row(point: Point, settings: Settings, stats: Stats, prompts: list[int],
+                 turns: int) -> Metrics:
+    """Return the row of a point as it was decoded, with texts of these `prompts` (their numbers).
+    Where the pace is slower for a batch, times are shown as if it were not."""
+    rows = settings.batch_size
+    slower = SLOWER[rows] if any(settings.pace) else 1
+    decoded = decoded_of(stats, rows)
+    decoded[:, 1] /= slower
+    totals = [turn.sum(0).tolist() for turn in decoded.chunk(turns)]
+    speeds = [tokens / seconds for tokens, seconds in totals]
+    speed = median(speeds)
+    shares = shares_of(decoded, prompts[::rows])
+    parts = stats.summary() | {
+        "T_v in ms": None, "threads": point.threads, "assistant": point.assistant,
+        "by turn": speeds, "least": min(speeds), "most": max(speeds), "shares": shares,
+        "standard error": standard_error(speed, shares)}
+    if point.assistant is None:
+        parts["T_v in ms"] = 1000 * stats.mean_seconds("verify") / slower
     return row_of(point, settings, parts, speed)
 
 
-def speed_of(stats: Stats, rows: int, slower: float) -> tuple[float, float | None]:
-    """Return the tokens a second of the rounds in which all `rows` of a batch are active, at a pace
-    so many times `slower`, and the standard error of this ratio over the batches, if there are
-    several."""
-    decoded = []  # tokens and seconds of each batch
+def decoded_of(stats: Stats, rows: int) -> torch.Tensor:
+    """Return the tokens and seconds of each batch, `[batches, 2]`, in the rounds in which all
+    `rows` of it are active. The last batch, which may never have so many, is left out."""
+    decoded = []
     for timed in stats.log:
         if timed.number == 0:
             decoded.append([0, 0.0])
         elif len(timed.rows) == rows:
             decoded[-1][0] += sum(len(row.new_tokens) for row in timed.rows)
             decoded[-1][1] += timed.seconds
-    full = [batch for batch in decoded if batch != [0, 0.0]]  # the last may have fewer rows
-    tokens, seconds = torch.tensor(full, dtype=torch.float64).T
-    speed = slower * tokens.sum() / seconds.sum()
-    if len(full) == 1:
-        return float(speed), None
-    scatter = (slower * tokens - speed * seconds) / seconds.mean()  # its mean is 0
-    return float(speed), float(scatter.std() / len(full) ** 0.5)
+    full = [batch for batch in decoded if batch != [0, 0.0]]
+    return torch.tensor(full, dtype=torch.float64)
+
+
+def shares_of(decoded: torch.Tensor, prompts: list[int]) -> list[float]:
+    """Return by which share of the speed each prompt changes it: its tokens above those that this
+    speed has in its time, of all tokens. `decoded` `[batches, 2]` begin with texts of `prompts`."""
+    _, place = torch.tensor(prompts[:len(decoded)]).unique(return_inverse=True)
+    zeros = decoded.new_zeros(int(place.max()) + 1, 2)
+    tokens, seconds = zeros.index_add(0, place, decoded).T  # [prompts]
+    speed = tokens.sum() / seconds.sum()
+    return ((tokens - speed * seconds) / tokens.sum()).tolist()
+
+
+def standard_error(value: float, shares: list[float]) -> float | None:
+    """Return the standard error of a speed, or of a ratio of two, by the shares in which prompts
+    change it. Prompts are the unit, since texts of one are alike. Of few it would be too small."""
+    n = len(shares)
+    return value * stdev(shares) * n ** 0.5 if n >= ENOUGH else None
 
 
 def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
@@ -295,7 +375,10 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
     Theorem 7 takes, and others to show. `speed` is the measured tokens a second; if it is None, the
     row has the speed that Theorem 7, or in a batch Corollary 16, predicts."""
     rows = settings.batch_size
-    by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / parts["T_v in ms"]
+    by_theorem_7 = T_v = None  # a rival is not looked into
+    if parts["T_v in ms"]:
+        T_v = parts["T_v in ms"] / 1000
+        by_theorem_7 = rows * theorem_7(parts, rows) / T_v
     shown = by_theorem_7 if speed is None else speed
     return parts | {
         "name": point.name, "value": point.value, "predicted": speed is None, "with": point.changes,
@@ -305,17 +388,53 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
         "backup": settings.backup, f"hit rate, {settings.backup} backup": parts["hit_rate"],
         "tokens/s": shown, "Theorem 7": by_theorem_7,
-        "tokens a verification": shown / rows * parts["T_v in ms"] / 1000,  # of one row
-        "measured / Theorem 7": None if speed is None else speed / by_theorem_7}
+        "tokens a verification": ratio(shown, ratio(rows, T_v)),  # of one row
+        "measured / Theorem 7": ratio(speed, by_theorem_7)}
 
 
 # ---- the comparison ----
 
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
-    """Measure AR, SD and SSD, each with its best K."""
-    texts = bench.texts(*FEW)
+    """Measure AR, SD and SSD: at a pace each with the K that is best by theory, without one beside
+    transformers' `generate`, each with the settings that are fastest on other texts."""
+    points = compared_points(bench, temperature)
+    if bench.paced:
+        points = [at_best_lookahead(bench, point, bench.texts(*FEW)) for point in points]
+        found = bench.measure(points, bench.texts(*(SAMPLED if temperature else GREEDY)))
+    else:
+        points = [fastest_of(bench, candidates(bench, point)) for point in points]
+        found = bench.measure(points, bench.texts(*UNPACED), TURNS)
+        for f, point in zip(found, points):
+            if f["threads"] is None:
+                f |= {"threads": 2 * [bench.own_threads],
+                      "T_v alone": bench.verification_alone(point)}
+    by_name = {f["name"]: f for f in found}
+    for f in found:
+        f |= compared(f, by_name)
+    print_table(f"temperature {temperature:g}", COMPARED if bench.paced else IN_TURNS, found)
+    print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
+    fastest = max(found, key=lambda f: f["tokens/s"])
+    print(f"  fastest: {command_of(bench, fastest)}")
+    return found
+
+
+def compared(f: Metrics, by_name: dict[str, Metrics]) -> Metrics:
+    """Return the speed of a row over that of others, the median of all turns."""
+    def over(name: str) -> float:
+        return median(one / other for one, other in zip(f["by turn"], by_name[name]["by turn"]))
+
+    sd = by_name["SD"]
+    by_block = f["with"].get("verification", "token") != "token"
+    shares = [one - other for one, other in zip(f["shares"], sd["shares"])]
+    return {"/ AR": over("AR"), "/ SD": over("SD"),
+            "error of / SD": standard_error(over("SD"), shares),
+            "/ SD, block": over("SD, block") if by_block else None,
+            "by Theorem 7": ratio(f["Theorem 7"], sd["Theorem 7"])}
+
+
+def compared_points(bench: Bench, temperature: float) -> list[Point]:
+    """Return the lines of the comparison, with the K of the settings."""
     together = {"budget": LARGEST, "fan_out": "confident", "backup": "lookup"}
-    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
@@ -331,33 +450,64 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
             f"SSD, budget {LARGEST}, race": {"budget": LARGEST, "verification": "race"}}
         together |= {"verification": "race"}
     lines["everything together"] = together
-    points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
-              for name, changes in lines.items()]
-    found = bench.measure(points, bench.texts(*(SAMPLED if temperature else GREEDY)))
-    speeds = {f["name"]: f["tokens/s"] for f in found}
-    ar, sd, *_ = found
-    for f in found:
-        by_block = f["with"].get("verification", "token") != "token"
-        f |= {"/ AR": f["tokens/s"] / ar["tokens/s"], "/ SD": f["tokens/s"] / sd["tokens/s"],
-              "/ SD, block": f["tokens/s"] / speeds["SD, block"] if by_block else None,
-              "by Theorem 7": f["Theorem 7"] / sd["Theorem 7"], "Cor. 9": bounds(f, sd)}
-    print_table(f"temperature {temperature:g}", COMPARED, found)
-    print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
-    fastest = max(found, key=lambda f: f["tokens/s"])
-    options = bench.settings.to_settings(**fastest["with"] | {"pace": (0.0, 0.0)})
-    print(f"  fastest: {command_line(options)}")
-    return found
+    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
+    points = [Point(name, temperature, common | changes) for name, changes in lines.items()]
+    if bench.paced:
+        return points
+    ar, *others = [point for point in points if point.name in UNPACED_LINES]
+    rivals = [ar._replace(name="generate", assistant=[])]
+    if bench.may_assist:
+        rivals.append(ar._replace(name="generate with assistant_model", assistant=ASSISTANTS[0]))
+    return [*rivals, ar, *others]
 
 
-def side_by_side(bench: Bench) -> None:
-    """Print what the devices of two ranks do to each other: how long a piece of work takes in
-    turns, while the other model is idle, and how long while it works (medians)."""
-    points = [Point("", 0, {}, in_turns) for in_turns in (True, False)]
-    found = bench.decode(points, bench.texts(*FEW))
-    for works in (("verify",), ("trunk", "tree")):
-        idle, working = [median_ms(stats, *works) for stats in found]
-        print(f"{' + '.join(works)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
-              f"at work, {working / idle:.2f} x")
+def candidates(bench: Bench, point: Point) -> list[Point]:
+    """Return the points to try for a line without a pace. Where one process does all, it has all
+    cores. A quick run tries few."""
+    quick = bench.settings.quick
+    mode = point.changes.get("mode", "ssd")
+    lookaheads = [point.changes["lookahead"]] if quick else range(2, 9)
+    if mode == "ssd":
+        budgets = [24] if quick else [8, 24, LARGEST]
+        return [point.but(lookahead=K, budget=n) for K in lookaheads for n in budgets]
+    tried = [point]
+    if mode == "sd":
+        tried = [point.but(lookahead=K) for K in lookaheads]
+    elif point.assistant:
+        tried = [point._replace(assistant=one) for one in ASSISTANTS[:3 if quick else None]]
+    return [one._replace(threads=n) for one in tried for n in bench.thread_counts]
+
+
+def fastest_of(bench: Bench, points: list[Point]) -> Point:
+    """Return the point that is fastest on two texts that are not measured afterwards."""
+    found = bench.measure(points, bench.other_texts())
+    fastest = max(range(len(points)), key=lambda n: found[n]["tokens/s"])
+    return points[fastest]
+
+
+def say_how_long(bench: Bench, temperatures: Iterable[float]) -> None:
+    """Print how long the comparison without a pace will take, from how long AR takes for a text.
+    Nearly all texts have a draft, which is taken to halve that."""
+    [stats] = bench.decode([Point("AR", 0, {"mode": "ar"}, threads=1)], bench.other_texts()[:1])
+    texts = 0
+    for temperature in temperatures:
+        for point in compared_points(bench, temperature):
+            texts += len(candidates(bench, point)) * len(bench.other_texts())
+            texts += TURNS * len(bench.texts(*UNPACED))
+    minutes = texts * sum(timed.seconds for timed in stats.log) / 2 / 60
+    print(f"  about {minutes:.1f} minutes", flush=True)
+    if not bench.may_assist:
+        print("  no generate with assistant_model: the models' vocab_size differs")
+
+
+def command_of(bench: Bench, f: Metrics) -> str:
+    """Return the command that decodes as a row does."""
+    if f["assistant"] is not None:
+        return f"{f['name']} {f['assistant']}, with {f['threads']} threads"
+    command = command_line(bench.settings.to_settings(**f["with"] | {"pace": (0.0, 0.0)}))
+    if f["threads"] == 1 < bench.thread_counts[-1]:
+        return f"OMP_NUM_THREADS=1 {command}"
+    return command
 
 
 def command_line(settings: Settings) -> str:
@@ -379,18 +529,6 @@ def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Poi
     if bench.settings.quick or point.changes.get("mode") == "ar":
         return point
     return point.but(lookahead=max(LOOKAHEADS, key=speed))
-
-
-def bounds(f: Metrics, sd: Metrics) -> str:
-    """Return Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and
-    E_hit <= E_miss <= E_hit (1 + T_b)."""
-    E_hit = f["E_hit"]
-    T_b = f["T_b"] or 0.0
-    applies = f["hit_rate"] and f["backup"] == "neural" and f["T_p"] <= 1
-    if not (applies and E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b)):
-        return ""
-    parts = f["hit_rate"], E_hit, sd["tokens_per_round"], sd["T_b"], T_b
-    return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(*parts))
 
 
 # ---- sweeps: the figures ----
@@ -591,7 +729,11 @@ def compare_with_logs() -> None:
 def machine(bench: Bench) -> dict[str, Any]:
     """Return what was measured, on what and when."""
     names = [bench.settings.target, bench.settings.draft]
-    return {"date": str(date.today()), "machine": platform.platform(), "torch": torch.__version__,
+    cpu = Path("/proc/cpuinfo")  # Linux
+    processors = re.findall("model name.*: (.*)", cpu.read_text() if cpu.exists() else "")
+    return {"date": str(date.today()), "machine": platform.platform(),
+            "processor": [*processors, platform.processor()][0], "cores": len(bench.all_cores),
+            "python": platform.python_version(), "torch": torch.__version__,
             "transformers": transformers.__version__,
             "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
             "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),
@@ -616,17 +758,19 @@ def main(settings: BenchSettings) -> None:
     if "all" in names:
         names = ("comparison", *SWEEPS)
     whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": []}
+    print(whole["machine"])
+    temperatures = (0.0, settings.temperature or 1.0)
+    if "comparison" in names and not bench.paced:
+        say_how_long(bench, temperatures)
     for name in names:
         if name == "comparison":
-            found = comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
+            found = [f for temperature in temperatures for f in comparison(bench, temperature)]
         else:
             found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
-        whole["results"] += [{"sweep": name} | f for f in found]
+        title = "unpaced" if name == "comparison" and not bench.paced else name
+        whole["results"] += [{"sweep": title} | f for f in found]
         with open_for_writing("--out", settings.out) as file:  # now: what follows may fail
             json.dump(whole, file, indent=1)
         if name != "comparison":
             draw.figure(settings.figures, name, found)
-    print(f"\n{whole['machine']}")
-    if not any(settings.pace) and "comparison" in names:
-        side_by_side(bench)
     gather(None)  # lets rank 1 go

@@ -53,6 +53,7 @@ from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
+from figures.rivals import ASSISTANTS, Generate
 from ideas import SPECULATORS, VERIFICATIONS
 from run import Saguaro, placement, screen
 from run.decoder import Decoder, make_plan
@@ -1444,14 +1445,19 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     assert drawn[1].count("decoding: ") > 2, "minutes in silence look like a hang"
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
-    assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
+    assert {"generate", "AR", "SD", "SSD"} <= {name for name, _ in shown}
+    assert "no generate with assistant_model" in compared[1], "the draft's vocabulary is smaller"
     sd = next(result for result in read(tmp_path / "out")["results"] if result["name"] == "SD")
     assert sd["by Theorem 7"] == sd["/ SD"] == 1
-    assert re.search(r"verify: \S+ ms .*\ntrunk \+ tree: .* x\n$", compared[1])
-    for temperature, command in enumerate(re.findall("fastest: python (.*)", compared[1])):
+    commands = re.findall("fastest: (.*)", compared[1])
+    assert len(commands) == 2 and compared[1].endswith(f"fastest: {commands[1]}\n")
+    for temperature, command in enumerate(commands):
         best = max((result for result in read(tmp_path / "out")["results"]
                     if result["value"] == temperature), key=lambda result: result["tokens/s"])
-        program, *options = shlex.split(command)
+        assert min(best["by turn"]) == best["least"] <= best["tokens/s"] <= best["most"]
+        if best["assistant"] is not None:
+            continue
+        _, program, *options = shlex.split(command.removeprefix("OMP_NUM_THREADS=1 "))
         fastest = parse(Settings, options)
         assert (program, fastest.mode) == ("saguaro.py", best["with"].get("mode", "ssd"))
         assert (fastest.target, fastest.lookahead) == (str(pair[1]), best["lookahead"] or 4)
@@ -1499,6 +1505,32 @@ def test_no_text_of_the_benchmark_is_decoded_twice():
     texts = bench.texts(2, 8)
     assert len(texts) == len({*map(tuple, texts)}) == 2 + 8
     assert min(map(len, texts)) == 1
+
+
+def test_the_lines_of_noise_differ_in_noise_alone():
+    """Race verifies blocks, so the private line does."""
+    lines, _ = bench_py.sweep_points(BenchSettings(), 16)["noise"]
+    rules = {(point.name.split(",")[0], point.changes["verification"]) for point in lines}
+    assert rules == {("private noise", "block"), ("public noise", "race")}
+
+
+def test_the_position_that_is_drawn_is_where_c_moves_most():
+    """At place 1 draft and target agree, so C moves all of the residual to the four guesses.
+    Before and after it the target wants a token that the draft does not guess, with any C."""
+    agreed = [float(-token) for token in range(8)]
+    sure = 7 * [0.0] + [50.0]
+
+    def causal(rows: list):
+        return SimpleNamespace(device="cpu", causal=lambda *_: torch.tensor([rows]))
+
+    bench = bench_with(settings=BenchSettings(temperature=1.0), prompts=[[1, 2, 3]],
+                       sd_models=SimpleNamespace(target=causal([sure, agreed, sure]),
+                                                 draft=causal(3 * [agreed])),
+                       job=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)))
+    before, after = bench_py.one_position(bench)
+    assert before["tokens"][0] == "'[tensor(0)]'"
+    assert before["target's p"] == pytest.approx(before["draft's q"])
+    assert sum(after["residual"][:4]) == pytest.approx(1)
 
 
 def test_a_shell_takes_the_command_that_the_benchmark_names():
@@ -1560,7 +1592,8 @@ def test_the_benchmark_counts_in_few_runs(change, runs):
 def test_the_benchmark_counts_predicts_and_measures():
     """It counts without a pace, and predicts with the times of the pace, by Theorem 7. It measures
     at the pace, here twice as slow for 4 rows; the last round has only one row."""
-    bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24))
+    bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24),
+                       prompts=[[1]])
     decoded = []
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
     stats = Stats(spans=[Span(0, "verify", 0.0, 0.2, 1, True)], log=[
@@ -1588,12 +1621,6 @@ def test_the_benchmark_counts_predicts_and_measures():
     by_race = {"mode": "sd", "temperature": 1.0, "verification": "race"}
     assert bench.predict(point.but(**by_race), [[1]])["hit_rate"] is None
     assert decoded[-1].verification == "race", "its rounds are longer"
-    hits = {"hit_rate": 0.5, "E_hit": 4, "E_miss": 4, "T_p": 1, "T_b": 0.8, "backup": "neural"}
-    least_and_most = cache.speedup_over_sd_bounds(0.5, 4, 4, T_sd=0.5, T_b=0.8)
-    assert bench_py.bounds(hits, {"tokens_per_round": 4, "T_b": 0.5}) == "{:.2f}-{:.2f}".format(
-        *least_and_most)
-    for changes in {"T_p": 1.01}, {"E_miss": 3.9}, {"E_miss": 7.3}, {"backup": "lookup"}:
-        assert bench_py.bounds(hits | changes, {"tokens_per_round": 4, "T_b": 0.5}) == ""
 
 
 def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
@@ -1617,16 +1644,20 @@ def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypat
     assert found == [[1] * 3, [2] * 3, [1] * 3] and decoded == [1, 2]
 
 
+COUNTED = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
+           "T_b": 0.5, "backup": "neural", "Theorem 7": 3.0, "T_v in ms": 9.0}
+
+
 def test_the_comparison_divides_by_what_its_columns_say():
-    """Speeds are 1, 2, ... of what is decoded in the order of lines."""
+    """Speeds are 1, 2, ... of what is decoded in the order of lines. AR has fewer prompts."""
     bench = bench_with(settings=BenchSettings(quick=True), texts=lambda *size: size)
-    counts = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
-              "T_b": 0.5, "backup": "neural", "Theorem 7": 3.0}
     measured = []
 
     def measure(points, texts):
         measured.append(texts)
-        return [counts | {"name": point.name, "with": point.changes, "tokens/s": float(number)}
+        return [COUNTED | {"name": point.name, "with": point.changes, "tokens/s": float(number),
+                           "assistant": None, "threads": None, "by turn": [float(number)],
+                           "shares": [0.0] if number == 1 else [-0.01 * number, 0.01 * number] * 4}
                 for number, point in enumerate(points, start=1)]
 
     bench.measure = measure
@@ -1640,18 +1671,266 @@ def test_the_comparison_divides_by_what_its_columns_say():
         rule = f["with"].get("verification", "token")
         assert (f["/ AR"], f["/ SD"]) == (f["tokens/s"], f["tokens/s"] / 2)
         assert f["/ SD, block"] == (None if rule == "token" else f["tokens/s"] / by_block)
+    assert greedy[0]["error of / SD"] is None and greedy[1]["error of / SD"] == 0
+    # line 3 is 1.5 x SD; half of the prompts change the ratio by 1% up, half down: 8 / 7 x 1%^2
+    assert greedy[2]["error of / SD"] == pytest.approx(1.5 * 8 * 0.01 / 7 ** 0.5)
 
 
 def test_the_benchmark_says_how_far_a_speed_may_be_off():
-    """Two texts, of 2 tokens in a second and 4 in three, at half the pace; the last batch lacks a
-    row."""
+    """Two texts of each of eight prompts, at half the pace: of four the first has 2 tokens in a
+    second and the second 4 in three, of the others they have 4 and 2; the last batch lacks a row.
+    So prompts have 6 or 6 tokens in 4 seconds: between them nothing differs."""
     log = []
-    for new_tokens, seconds in ([1, 2], 1.0), ([1, 2, 3, 4], 3.0):
+    pieces = [([1, 2], 1.0), ([1, 2, 3, 4], 3.0)]
+    for new_tokens, seconds in 4 * pieces[:1] + 4 * pieces[1:] + 4 * pieces[1:] + 4 * pieces[:1]:
         row = RowRound(0, PRIMARY, [], 0, 0, new_tokens)
         log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
-    assert bench_py.speed_of(Stats(log=log[:2]), 1, 1.0) == (2, None)
     log += [TimedRound(0, 0.0, 1.0, []), TimedRound(1, 0.0, 1.0, [])]
-    assert bench_py.speed_of(Stats(log=log), 1, 2.0) == pytest.approx((3, 0.5))
+    decoded = bench_py.decoded_of(Stats(log=log), 1)
+    assert decoded.shape == (16, 2) and decoded.sum(0).tolist() == [48, 32]
+    by_text = bench_py.shares_of(decoded, [*range(16)])
+    assert sum(by_text) == pytest.approx(0) and by_text[:4] == pytest.approx(4 * [0.5 / 48])
+    # 16 times 0.5 token, squared, over 15, times 16, over 48^2
+    assert bench_py.standard_error(1.5, by_text) == pytest.approx(1.5 * (16 * 4 / 15) ** 0.5 / 48)
+    by_prompt = bench_py.shares_of(decoded, 2 * [*range(8)])
+    assert len(by_prompt) == 8 and bench_py.standard_error(1.5, by_prompt) == pytest.approx(0)
+    assert bench_py.standard_error(1.5, by_text[:7]) is None
+
+
+def test_texts_are_of_the_prompt_with_which_they_begin():
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1, 2], [*range(30)]])
+    bench.decode = lambda points, texts: [Stats()] * len(points)
+    assert [bench.prompt_of(text) for text in bench.texts(2, 4)] == [0, 1, 1, 1, 1]
+    assert bench.other_texts() == [[1, 2], [*range(22)]]
+
+
+def test_a_speed_is_the_median_of_turns():
+    """Three turns of two texts: 2, 4 and 3 tokens a second, 12 tokens in 4 seconds together."""
+    log = []
+    for new_tokens, seconds in ([1, 2], 1), ([1], 0.5), ([1, 2], 0.5), ([1, 2], 0.5), ([1], 0.5), (
+            [1, 2], 0.5):
+        row = RowRound(0, BACKUP, [], 0, 0, new_tokens)
+        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
+    point = bench_py.Point("generate", 0, {"mode": "ar"}, threads=2, assistant=[7, "constant", 0.0])
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1], [2]])
+    bench.decode = lambda points, texts: [Stats(log=log)] * (texts == 3 * [[1], [2]])
+    [f] = bench.measure([point], [[1], [2]], 3)
+    assert (f["tokens/s"], f["least"], f["most"], f["by turn"]) == (3, 2, 4, [2, 4, 3])
+    assert (f["threads"], f["assistant"]) == (2, [7, "constant", 0.0])
+    assert (f["T_v in ms"], f["Theorem 7"], f["acceptance_rate"]) == (None, None, None)
+
+
+# ---- the comparison without a pace ----
+
+def compared_without_a_pace(temperature: float, capsys, quick: bool = False) -> SimpleNamespace:
+    """The comparison of a fake bench in which whatever is tried first is slowest. Line number n
+    has 10 n tokens a second, and twice and thrice as many in the other turns."""
+    seen = SimpleNamespace(tried=[], measured=[], alone=[])
+    settings = BenchSettings(pace=(0, 0), quick=quick)
+    bench = bench_with(settings=settings, prompts=[[number] * 20 for number in range(16)],
+                       thread_counts=[1, 2], own_threads=1, may_assist=True)
+
+    def measure(points, texts, turns=1):
+        assert (texts == bench.other_texts()) == (turns == 1)
+        (seen.tried if turns == 1 else seen.measured).append(points)
+        return [COUNTED | {"name": point.name, "with": point.changes, "tokens/s": 20.0 * number,
+                           "assistant": point.assistant, "threads": point.threads,
+                           "by turn": [10.0 * number, 20.0 * number, 30.0 * number],
+                           "shares": [0.0] * 8}
+                for number, point in enumerate(points, start=1)]
+
+    def decode(points, texts):
+        seen.alone += points
+        seen.texts = texts
+        return [Stats(spans=[Span(0, "verify", 0.0, 0.004, 1, None)])]
+
+    bench.measure = measure
+    bench.decode = decode
+    seen.found = bench_py.comparison(bench, temperature)
+    seen.said = capsys.readouterr().out
+    seen.texts_of_all = bench.texts(*bench_py.UNPACED)
+    return seen
+
+
+@pytest.mark.parametrize("temperature, names", (
+    (0.0, ["generate", "generate with assistant_model", "AR", "SD", "SSD", "everything together"]),
+    (0.7, ["generate", "generate with assistant_model", "AR", "SD", "SSD", "SD, block",
+           "SSD, race", "everything together"])))
+def test_without_a_pace_each_method_has_its_best_settings_and_all_cores(temperature, names, capsys):
+    seen = compared_without_a_pace(temperature, capsys)
+    assert [f["name"] for f in seen.found] == names
+    [measured] = seen.measured
+    assert measured == [points[-1] for points in seen.tried], "the last is the fastest"
+    tried = dict(zip(names, seen.tried))
+    assert {point.threads for point in tried["SSD"]} == {None}, "each rank has its own core"
+    for name in "generate", "AR", "SD":
+        assert {point.threads for point in tried[name]} == {1, 2}
+    assert {point.changes["budget"] for point in tried["SSD"]} == {8, 24, 64}
+    for name in "SD", "SSD":
+        assert {point.changes["lookahead"] for point in tried[name]} == {*range(2, 9)}
+    schedules = {point.assistant[1] for point in tried["generate with assistant_model"]}
+    assert schedules == {"constant", "heuristic"}
+    assert {str(point.assistant) for point in tried["generate"]} == {"[]"}
+    assert {point.changes["temperature"] for points in seen.tried for point in points} == {
+        temperature}
+    together = measured[-1].changes
+    assert together["fan_out"] == "confident" and together["backup"] == "lookup"
+    assert (together.get("verification") == "race") == (temperature > 0)
+    for number, f in enumerate(seen.found, start=1):
+        assert (f["/ AR"], f["/ SD"]) == pytest.approx((number / 3, number / 4))
+        assert f.get("T_v alone") == (None if f["threads"] == 2 else pytest.approx(4))
+    assert {point.in_turns for point in seen.alone} == {True}, "the draft is idle"
+    assert seen.texts == seen.texts_of_all and len(seen.texts) == 8
+
+
+def test_a_quick_comparison_without_a_pace_tries_little(capsys):
+    seen = compared_without_a_pace(0.0, capsys, quick=True)
+    assert [len(points) for points in seen.tried] == [2, 6, 2, 2, 1, 1]
+    assert "fastest: python saguaro.py --backup lookup --budget 24 --fan-out confident" in seen.said
+
+
+@pytest.mark.parametrize("f, command", (
+    ({"assistant": [7, "constant", 0.0], "threads": 2, "name": "generate with assistant_model"},
+     "generate with assistant_model [7, 'constant', 0.0], with 2 threads"),
+    ({"assistant": None, "threads": 1, "with": {"mode": "sd", "lookahead": 6}},
+     "OMP_NUM_THREADS=1 python saguaro.py --lookahead 6 --mode sd"),
+    ({"assistant": None, "threads": 2, "with": {"mode": "ar"}}, "python saguaro.py --mode ar"),
+    ({"assistant": None, "threads": [1, 1], "with": {}}, "python saguaro.py")))
+def test_the_fastest_command_gives_the_threads(f, command):
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), thread_counts=[1, 2])
+    assert bench_py.command_of(bench, f) == command
+
+
+def test_who_decodes_alone_has_all_cores(monkeypatch):
+    """One after the other: alone with two threads, then on both ranks, then alone with one. Rank 1
+    sleeps while rank 0 is alone."""
+    done = []
+    state = {}
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: state.update(cores=cores),
+                        raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("all meet"))
+    for leads in True, False:
+        bench = bench_with(leads=leads, all_cores=[0, 1], own_cores=[0], own_threads=1,
+                           sd_models=None)
+
+        def decoder(settings, in_turns, texts):
+            both = None if settings.mode != "ssd" or in_turns else "both"
+            return Fake(settings.mode, both)
+
+        class Fake:
+            stats = None
+
+            def __init__(self, mode, placement):
+                self.mode = mode
+                self.placement = placement
+
+            def __call__(self, batch):
+                done.append((self.mode, state["cores"], state["threads"]))
+
+        bench.decoder = decoder
+        bench.take_turns([[{"mode": "sd"}, False, 2, None], [{}, False, None, None],
+                          [{}, True, None, None], [{"mode": "ar"}, False, 1, None]], [[1]])
+    meet = "all meet"
+    assert done == [("sd", [0, 1], 2), meet, ("ssd", [0], 1), meet, ("ssd", [0], 1), meet,
+                    ("ar", [0, 1], 1), meet, meet, ("ssd", [0], 1), meet, meet, meet]
+
+
+@pytest.mark.parametrize("assistant", ([], [3, "constant", 0.0], [5, "heuristic", 0.0]))
+def test_generate_is_timed_without_its_first_round(assistant):
+    """It writes the target's greedy text to the full length, though the checkpoint knows an
+    end-of-sequence and a penalty. A copy of the target that assists is right in all it drafts."""
+    target = copy.deepcopy(random_model())
+    prompt = [3, 1, 4, 1, 5]
+    [text] = greedy_reference(random_model(), [prompt], 20)
+    target.generation_config.eos_token_id = text[8]
+    target.generation_config.repetition_penalty = 3.0
+    models = SimpleNamespace(target=SimpleNamespace(model=target),
+                             draft=SimpleNamespace(model=copy.deepcopy(target)))
+    decode = Generate(Settings(max_new_tokens=20), models, assistant)
+    decode([prompt])
+    decode([prompt])
+    rounds = [timed.rows[0].new_tokens for timed in decode.stats.log]
+    assert sum(rounds, []) == text + text
+    starts = [timed.number for timed in decode.stats.log]
+    assert starts.count(0) == 2 and starts[0] == 0, "each text begins with a round 0"
+    if assistant:
+        lengths = [*map(len, rounds)]
+        assert max(lengths) > 1 and lengths[0] == assistant[0] + 1
+        second = lengths[starts.index(0, 1)]
+        assert (second > lengths[0]) == (assistant[1] == "heuristic"), "it has learned"
+    summary = decode.stats.summary()
+    later = [timed for timed in decode.stats.log if timed.number > 0]
+    assert all(timed.start < timed.end for timed in decode.stats.log)
+    assert summary["tokens_per_second"] == pytest.approx(
+        sum(len(timed.rows[0].new_tokens) for timed in later)
+        / sum(timed.end - timed.start for timed in later))
+
+
+def test_generate_samples_as_the_options_say(monkeypatch):
+    """At temperature 1e-5, and of the likeliest token alone, samples are greedy; else not."""
+    target = random_model()
+    prompt = [3, 1, 4, 1, 5]
+    [greedy] = greedy_reference(target, [prompt], 20)
+    models = SimpleNamespace(target=SimpleNamespace(model=copy.deepcopy(target)),
+                             draft=SimpleNamespace(model=copy.deepcopy(target)))
+
+    def written(**options) -> list[int]:
+        decode = Generate(Settings(max_new_tokens=20, **options), models, [])
+        decode([prompt])
+        return sum([timed.rows[0].new_tokens for timed in decode.stats.log], [])
+
+    assert written(temperature=1e-5) == written(temperature=2.0, top_k=1) == greedy
+    assert written(temperature=2.0, top_p=1e-6) == greedy
+    assert written(temperature=2.0) == written(temperature=2.0) != greedy
+    assert written(temperature=2.0) != written(temperature=2.0, seed=1)
+    # of 40 ids, 30 times as many tokens: transformers' own top_k would be 50, so none is cut
+    monkeypatch.setattr(models.target.model, "generation_config", None)
+    assert written(temperature=2.0) != greedy
+
+
+def test_the_comparison_is_of_the_temperature_that_was_asked_for(monkeypatch, tmp_path):
+    """And the screen says first how long it will take. The record says on what it ran."""
+    asked = []
+    out = tmp_path / "out"
+    settings = BenchSettings(temperature=0.7, pace=(0, 0), out=str(out))
+    bench = bench_with(leads=True, settings=settings, prompts=[[1]], all_cores=[0],
+                       job=SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]),
+                                           dtype=torch.float32))
+    monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
+    monkeypatch.setattr(bench_py, "gather", lambda _: None)
+    monkeypatch.setattr(bench_py, "say_how_long", lambda _, heats: asked.append(heats))
+    monkeypatch.setattr(bench_py, "comparison", lambda _, heat: asked.append(heat) or [
+        {"name": "SSD", "value": heat}])
+    bench_py.main(settings)
+    assert asked == [(0.0, 0.7), 0.0, 0.7]
+    record = read(out)
+    assert record["results"] == [{"sweep": "unpaced", "name": "SSD", "value": heat}
+                                 for heat in (0.0, 0.7)]
+    assert record["machine"]["processor"] and record["machine"]["cores"] == 1
+    assert record["machine"]["python"] == sys.version.split()[0]
+
+
+def test_the_screen_says_how_long_the_comparison_without_a_pace_takes(capsys):
+    """AR takes 6 s for a text, and a draft halves that. There are 1 + 2 + 1 + 7 + 21 + 21 points to
+    try with one thread, when greedy, on two texts, and six to measure on 8 texts in 5 turns."""
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1] * 9] * 16,
+                       thread_counts=[1], may_assist=True)
+    bench.decode = lambda points, texts: [Stats(log=[TimedRound(0, 0.0, 6.0, [])])] * len(texts)
+    bench_py.say_how_long(bench, [0.0])
+    texts = 2 * (1 + len(ASSISTANTS) + 1 + 7 + 21 + 21) + 6 * 8 * 5
+    assert capsys.readouterr().out == f"  about {texts * 3 / 60:.1f} minutes\n"
+
+
+@pytest.mark.parametrize("options, tokens, out", (
+    ({}, 40, None), ({"pace": (0, 0)}, 160, "unpaced.json"),
+    ({"pace": (0, 0), "out": "x", "max_new_tokens": 9}, 9, "x"),
+    ({"pace": (0, 0), "quick": True}, 24, None),
+    ({"pace": (0, 0), "sweep": ("batch",)}, 40, None)))
+def test_texts_are_long_where_nothing_is_paced(options, tokens, out):
+    """A short text ends in the middle of a round."""
+    settings = BenchSettings(**options)
+    assert (settings.max_new_tokens, settings.out) == (tokens, out)
 
 
 @pytest.mark.parametrize("kept, late", ((0.0, True), (0.94, True), (0.95, False), (None, False)))
