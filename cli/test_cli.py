@@ -54,6 +54,7 @@ from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings
 from figures.rivals import ASSISTANTS, Generate
+from figures.table import print_table
 from ideas import SPECULATORS, VERIFICATIONS
 from run import Saguaro, placement, screen
 from run.decoder import Decoder, make_plan
@@ -865,6 +866,33 @@ VERIFICATIONS["never"] = lambda p, tokens, q, uniforms: VERIFICATIONS["token"](
     assert summary["fan_out"] == [12, 0, 0, 0, 0] and summary["backup"] == "repeat"
 
 
+def unpaced_rows(results: list[dict]) -> tuple[list[str], dict[float, list[str]]]:
+    """The rows of the comparison without a pace as README shows them, and, for each temperature,
+    as docs/RESULTS.md does."""
+    rows = [f for f in results if f["sweep"] == "unpaced"]
+    brief = {}
+    full = {}
+    for f in rows:
+        name = re.sub(r"generate|assistant_model", r"`\g<0>`", f["name"])
+        speed = f"{f['tokens/s']:.0f} ({f['least']:.0f}-{f['most']:.0f})|{f['/ SD']:.2f}"
+        brief.setdefault(name, []).append(speed)
+        settings = [f"K = {f['lookahead']}"] if f["lookahead"] else []
+        if f["budget"]:
+            settings.append(f"budget {f['budget']}")
+        settings += map(str, f["assistant"] or [])
+        threads = f["threads"]
+        if isinstance(threads, list):
+            threads = " + ".join(map(str, threads))
+        error = "" if f["name"] == "SD" else f" ± {f['error of / SD']:.2f}"
+        times = [f.get(key) for key in ("tokens_per_round", "hit_rate", "T_p", "T_v in ms",
+                                        "T_v alone")]
+        shown = ["" if time is None else f"{time:.2f}" for time in times]
+        full.setdefault(f["value"], []).append("|".join(
+            ["", name, ", ".join(settings), str(threads), speed + error, *shown, ""]))
+    return [f"|{name}|{'|'.join(speeds)}|" for name, speeds in brief.items()
+            if len(speeds) == 2], full
+
+
 def test_the_tables_of_readme_and_results_are_those_of_the_launch():
     readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
     tables, _ = (ROOT / "docs/RESULTS.md").read_text("utf-8").split("## Figures")
@@ -874,7 +902,8 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
     for f in RESULTS:
         if f["sweep"] == "comparison":
             name, temperature = f["name"], int(f["value"])
-            speed = f"{f['tokens/s']:.1f} ± {f['standard error']:.1f}"
+            error = f["standard error"]
+            speed = f"{f['tokens/s']:.1f}" + ("" if error is None else f" ± {error:.1f}")
             ratios = [f"{f['/ AR']:.2f}", f"{f['/ SD']:.2f}"]
             if f["/ SD, block"]:
                 ratios.append(f"{f['/ SD, block']:.2f}")
@@ -883,6 +912,29 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
             row = re.escape(f"\n|{name}|") + temperature * r".*\|"
             if name in chosen:
                 assert re.search(row + r"\|".join(ratios), readme)
+
+
+def test_the_tables_without_a_pace_are_those_of_the_launch():
+    """Row for row; and the processor, the number that README begins with, and its range."""
+    readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8").replace("**", "")
+    launch = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["other launches"]
+    machine = launch["unpaced"]["machine"]
+    brief, full = unpaced_rows(RESULTS)
+    shown = readme.split("nothing emulated.")[1].split("H100s, emulated")[0]
+    assert re.findall(r"^\|[`A-Za-z].*$", shown, re.M) == brief != []
+    section = results.split("## Two cores")[1].split("\n## ")[0]
+    tables = section.split("Temperature 1")
+    assert len(tables) == 2
+    for table, rows in zip(tables, full.values(), strict=True):
+        assert re.findall(r"^\|[`A-Za-z].*$", table, re.M) == rows
+    ratio, = [f"{f['/ SD']:.2f}" for f in RESULTS
+              if (f["sweep"], f["name"], f["value"]) == ("unpaced", "SSD", 0)]
+    assert f"SSD is {ratio} x as fast as SD on two CPU cores" in readme
+    for fact in (machine["processor"], f"torch {machine['torch'].partition('+')[0]}",
+                 f"transformers {machine['transformers']}", f"Python {machine['python']}",
+                 machine["date"]):
+        assert fact in section
 
 
 def test_the_numbers_in_sentences_are_those_of_the_launch():
@@ -1405,7 +1457,7 @@ def test_the_benchmark_refuses_a_prompt_without_room_for_a_text():
     job = SimpleNamespace(settings=BenchSettings(), prompts=[[1] * 472], context=512)
     bench_py.check_lengths(job)
     job.prompts.append([1] * 473)
-    with pytest.raises(UserError, match="^prompt 2 has 473 tokens, and bench.py adds 40 to each"):
+    with pytest.raises(UserError, match="^bench.py adds 40 tokens to each prompt. One has 473"):
         bench_py.check_lengths(job)
 
 
@@ -1416,7 +1468,7 @@ def test_what_was_measured_is_kept_where_a_later_sweep_fails(tmp_path, monkeypat
     job = SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]), dtype=torch.float32)
     out = tmp_path / "out"
     settings = BenchSettings(sweep=("residual", "growth"), out=str(out), figures=str(tmp_path))
-    bench = bench_with(leads=True, job=job, settings=settings, prompts=[])
+    bench = bench_with(leads=True, job=job, settings=settings, prompts=[], all_cores=[0])
     monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
     monkeypatch.setattr(bench_py, "UNDECODED",
                         {"residual": lambda _: [{"name": "C = 1"}], "growth": lacks})
@@ -1935,7 +1987,7 @@ def test_texts_are_long_where_nothing_is_paced(options, tokens, out):
 
 @pytest.mark.parametrize("kept, late", ((0.0, True), (0.94, True), (0.95, False), (None, False)))
 def test_a_table_says_where_a_pace_was_not_kept(kept, late, capsys):
-    bench_py.print_table("a table", ("pace_kept",), [{"name": "SSD", "pace_kept": kept}])
+    print_table("a table", ("pace_kept",), [{"name": "SSD", "pace_kept": kept}])
     assert ("too slow for the pace" in capsys.readouterr().out) == late
 
 
