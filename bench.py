@@ -1,10 +1,11 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
-SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, speeds
-are measured as they are. Elsewhere the passes of the models are paced: they take five times as long
-as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies, and
-measures no GPU. It flatters SSD, since messages and Python do not take five times as long. Speed is
-that of decoding, without prefill.
+SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, and
+with `--pace 0 0`, speeds are measured as they are, beside that of transformers' `generate`.
+Elsewhere the passes of the models are paced: they take five times as long as on H100s
+(`engine.timing.PacedClock`), and all else is real. This emulates latencies, and measures no GPU. It
+flatters SSD, since messages and Python do not take five times as long. Speed is that of decoding,
+without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
@@ -24,7 +25,7 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any, Iterable, NamedTuple
@@ -588,39 +589,38 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
     warm = {"temperature": settings.temperature or 1.0}  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
     sizes = [size for size in SLOWER if size <= num_prompts]
-
-    def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
-        """`predicted` and `measured` are values on the axis, `lines` (name, changed settings)."""
-        engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
-        both = []
-        for values in (predicted, measured):
-            both.append([Point(name, value, engine | changes | {axis: value})
-                         for name, changes in lines for value in values])
-        return both
-
+    backups = ("neural", "random")
+    shapes = (*FAN_OUT_POLICIES, *SPECULATORS)
+    sd = ("SD", {"mode": "sd"})
+    ssd = ("SSD", {})
+    by_backup = [(f"SSD, {backup} backup", {"backup": backup}) for backup in backups]
+    by_shape = [(shape, {"fan_out": shape, "backup": backup})
+                for shape, backup in product(shapes, backups)]
+    by_lookahead = [(f"{backup} backup", warm | {"lookahead": K, "backup": backup})
+                    for K, backup in product((3, 7), backups)]
+    by_noise = [("private noise", {"verification": "block"})]
+    by_noise += [(f"public noise, {shape}", {"verification": "race", "fan_out": shape})
+                 for shape in shapes]
+    filtered = [(name, changes | {"top_k": 20, "top_p": 0.9}) for name, changes in by_noise]
     return {
-        "timeline": points("temperature", (), (0.0,),
-                           ("SD", {"mode": "sd", "lookahead": 5}), ("SSD", {})),
+        "timeline": points("temperature", (), (0.0,), ("SD", {"mode": "sd", "lookahead": 5}), ssd),
         "fan-out": points("temperature", heats, (), ("random backup", {"backup": "random"})),
-        "shape": points("temperature", heats, (), *[
-            (fan_out, {"fan_out": fan_out, "backup": backup})
-            for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS) for backup in ("neural", "random")]),
-        "noise": points("temperature", (*heats, 1.25, 1.5), (), *[
-            (name, changes | filters)
-            for filters in ({}, {"top_k": 20, "top_p": 0.9})
-            for name, changes in (
-                ("private noise", {"verification": "block"}),
-                *[(f"public noise, {fan_out}", {"verification": "race", "fan_out": fan_out})
-                  for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS)])]),
+        "shape": points("temperature", heats, (), *by_shape),
+        "noise": points("temperature", (*heats, 1.25, 1.5), (), *by_noise, *filtered),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
-        "batch": points("batch_size", sizes, sizes, *[
-            (f"{backup} backup", warm | {"lookahead": K, "backup": backup})
-            for K in (3, 7) for backup in ("neural", "random")]),
-        "frontier": points("batch_size", sizes, sizes,
-                           ("AR", {"mode": "ar"}), ("SD", {"mode": "sd"}), *[
-            (f"SSD, {backup} backup", {"backup": backup}) for backup in ("neural", "random")]),
-        "lookahead": points("lookahead", range(1, 9), (3, 5, 7),
-                            ("SSD", {}), ("SD", {"mode": "sd"}))}
+        "batch": points("batch_size", sizes, sizes, *by_lookahead),
+        "frontier": points("batch_size", sizes, sizes, ("AR", {"mode": "ar"}), sd, *by_backup),
+        "lookahead": points("lookahead", range(1, 9), (3, 5, 7), ssd, sd)}
+
+
+def points(axis: str, predicted: Iterable, measured: Iterable,
+           *lines: tuple[str, dict]) -> list[list[Point]]:
+    """Return the points of a figure. `predicted` and `measured` are values on the axis, `lines`
+    (name, changed settings)."""
+    engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
+    return [[Point(name, value, engine | changes | {axis: value})
+             for (name, changes), value in product(lines, values)]
+            for values in (predicted, measured)]
 
 
 # ---- what decodes no text: one position; Corollary 16 against logs of GPUs ----
