@@ -42,6 +42,7 @@ from transformers import AutoConfig, AutoTokenizer
 import bench as bench_py
 import cache
 import draft_worker
+import figures.growth
 import run
 import test_equivalence
 from cache import BACKUP, PRIMARY, RowRound
@@ -1559,6 +1560,28 @@ def test_no_text_of_the_benchmark_is_decoded_twice():
     assert min(map(len, texts)) == 1
 
 
+def test_growth_divides_by_a_verification(monkeypatch):
+    """K = 4 and 12 guesses: 5, 12 and 1 tokens of the draft, and 5 of the target, take 2, 3, 1 and
+    10 ms."""
+    passes = {("target", 5): 10.0, ("draft", 5): 2.0, ("draft", 12): 3.0, ("draft", 1): 1.0}
+    read = []
+    monkeypatch.setattr(figures.growth, "linear_layers", lambda model, tokens: None)
+
+    def milliseconds(work, *inputs):
+        if work is None or len(inputs) == 3:  # linear layers, sampling
+            return 0.5
+        model = "target" if len(read) < 3 else "draft"
+        read.append(inputs[0].shape[1])
+        return passes.get((model, read[-1]), 99.0)
+
+    monkeypatch.setattr(figures.growth, "milliseconds", milliseconds)
+    placement = SimpleNamespace(device=torch.device("cpu"))
+    job = SimpleNamespace(placement=placement, dtype=torch.float32, with_graphs=lambda model: model)
+    [f] = figures.growth.growth(bench_with(settings=BenchSettings(quick=True), job=job))
+    assert read == [1, 5, 12, 1, 5, 12]
+    assert (f["T_p"], f["T_b"]) == ((2 + 4 * 3) / 10, 4 * 1 / 10)
+
+
 def test_the_lines_of_noise_differ_in_noise_alone():
     """Race verifies blocks, so the private line does."""
     lines, _ = bench_py.sweep_points(BenchSettings(), 16)["noise"]
@@ -1694,6 +1717,9 @@ def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypat
     points = [bench_py.Point("", 0, {"budget": budget}) for budget in (4, 4, 8)]
     found = [bench.decode(points, texts) for texts in ([1], [1, 2], [1])]
     assert found == [[1] * 3, [2] * 3, [1] * 3] and decoded == [1, 2]
+    for other in {"in_turns": True}, {"threads": 1}, {"threads": 2}, {"assistant": []}:
+        bench.decode([points[0]._replace(**other)], [1])
+    assert decoded == [1, 2, 1, 1, 1, 1]
 
 
 COUNTED = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
