@@ -1632,13 +1632,17 @@ def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_lar
     stats = Stats(log=[TimedRound(number, 0, 1, row) for number, row in enumerate(rows)])
     stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
     hit, miss = [RowRound(0, source, [0], 0, 0, [0]) for source in (PRIMARY, BACKUP)]
-    first = Stats(log=[TimedRound(0, 0, 1, [miss, miss]), TimedRound(1, 0, 1, [hit, miss])])
+    first = Stats()
+    first.log.append(TimedRound(0, 0, 1, [miss, miss]))
+    first.log.append(TimedRound(1, 0, 1, [hit, miss]))
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1 + 1, "0,0": 1}
     for fan_out, hits in shapes.items():
-        counts = bench_py.counts_of(Settings(lookahead=1, fan_out=fan_out), stats, first)
+        settings = Settings(lookahead=1, fan_out=fan_out)
+        counts = bench_py.counts_of(settings, stats, first)
         assert counts["hit_rate"] == pytest.approx(hits / 7)
         assert counts["E_hit"] == counts["E_miss"] == 1.5
-    assert bench_py.counts_of(Settings(backup="lookup"), stats)["hit_rate"] == 1.0
+    counts = bench_py.counts_of(Settings(backup="lookup"), stats)
+    assert counts["hit_rate"] == 1.0
 
 
 @pytest.mark.parametrize("change, runs", (
@@ -1712,8 +1716,12 @@ def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
 def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypatch):
     monkeypatch.setattr(bench_py, "gather", lambda _: None)
     decoded = []
-    bench = bench_with(settings=BenchSettings(), stats={}, take_turns=lambda ways, texts: (
-        decoded.append(len(texts)) or [len(texts)] * len(ways)))
+
+    def take_turns(ways, texts) -> list:
+        decoded.append(len(texts))
+        return [len(texts)] * len(ways)
+
+    bench = bench_with(settings=BenchSettings(), stats={}, take_turns=take_turns)
     points = [bench_py.Point("", 0, {"budget": budget}) for budget in (4, 4, 8)]
     found = [bench.decode(points, texts) for texts in ([1], [1, 2], [1])]
     assert found == [[1] * 3, [2] * 3, [1] * 3] and decoded == [1, 2]
@@ -1754,47 +1762,55 @@ def test_the_comparison_divides_by_what_its_columns_say():
     assert greedy[2]["error of / SD"] == pytest.approx(1.5 * 8 * 0.01 / 7 ** 0.5)
 
 
-def test_the_benchmark_says_how_far_a_speed_may_be_off():
-    """Two texts of each of eight prompts, at half the pace: of four the first has 2 tokens in a
-    second and the second 4 in three, of the others they have 4 and 2; the last batch lacks a row.
-    So prompts have 6 or 6 tokens in 4 seconds: between them nothing differs."""
+def log_of(*texts: tuple[int, float]) -> list[TimedRound]:
+    """Texts of so many tokens, in so many seconds, after their round 0."""
     log = []
-    pieces = [([1, 2], 1.0), ([1, 2, 3, 4], 3.0)]
-    for new_tokens, seconds in 4 * pieces[:1] + 4 * pieces[1:] + 4 * pieces[1:] + 4 * pieces[:1]:
-        row = RowRound(0, PRIMARY, [], 0, 0, new_tokens)
-        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
+    for tokens, seconds in texts:
+        row = RowRound(0, BACKUP, [], 0, 0, tokens * [1])
+        log.append(TimedRound(0, 0.0, 9.0, [row]))
+        log.append(TimedRound(1, 0.0, seconds, [row]))
+    return log
+
+
+def test_the_benchmark_says_how_far_a_speed_may_be_off():
+    """Of eight prompts two texts each: one of 2 tokens in a second, one of 4 in three. So the speed
+    is 1.5, from which texts are half a token off, but prompts are not. A last batch lacks a row."""
+    short = (2, 1.0)
+    long = (4, 3.0)
+    log = log_of(*4 * [short], *4 * [long], *4 * [long], *4 * [short])
     log += [TimedRound(0, 0.0, 1.0, []), TimedRound(1, 0.0, 1.0, [])]
     decoded = bench_py.decoded_of(Stats(log=log), 1)
     assert decoded.shape == (16, 2) and decoded.sum(0).tolist() == [48, 32]
     by_text = bench_py.shares_of(decoded, [*range(16)])
-    assert sum(by_text) == pytest.approx(0) and by_text[:4] == pytest.approx(4 * [0.5 / 48])
-    # 16 times 0.5 token, squared, over 15, times 16, over 48^2
-    assert bench_py.standard_error(1.5, by_text) == pytest.approx(1.5 * (16 * 4 / 15) ** 0.5 / 48)
+    assert by_text[:8] == pytest.approx(4 * [0.5 / 48] + 4 * [-0.5 / 48])
+    variance = 16 * (0.5 / 48) ** 2 / 15
+    error = bench_py.standard_error(1.5, by_text)
+    assert error == pytest.approx(1.5 * (16 * variance) ** 0.5)
     by_prompt = bench_py.shares_of(decoded, 2 * [*range(8)])
-    assert len(by_prompt) == 8 and bench_py.standard_error(1.5, by_prompt) == pytest.approx(0)
+    assert by_prompt == pytest.approx(8 * [0.0], abs=1e-12)
     assert bench_py.standard_error(1.5, by_text[:7]) is None
 
 
 def test_texts_are_of_the_prompt_with_which_they_begin():
+    """A short prompt is used up sooner, and has no other text."""
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1, 2], [*range(30)]])
-    bench.decode = lambda points, texts: [Stats()] * len(points)
-    assert [bench.prompt_of(text) for text in bench.texts(2, 4)] == [0, 1, 1, 1, 1]
+    texts = bench.texts(2, 4)
+    assert [bench.prompt_of(text) for text in texts] == [0, 1, 1, 1, 1]
     assert bench.other_texts() == [[1, 2], [*range(22)]]
 
 
 def test_a_speed_is_the_median_of_turns():
-    """Three turns of two texts: 2, 4 and 3 tokens a second, 12 tokens in 4 seconds together."""
-    log = []
-    for new_tokens, seconds in ([1, 2], 1), ([1], 0.5), ([1, 2], 0.5), ([1, 2], 0.5), ([1], 0.5), (
-            [1, 2], 0.5):
-        row = RowRound(0, BACKUP, [], 0, 0, new_tokens)
-        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
-    point = bench_py.Point("generate", 0, {"mode": "ar"}, threads=2, assistant=[7, "constant", 0.0])
-    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1], [2]])
-    bench.decode = lambda points, texts: [Stats(log=log)] * (texts == 3 * [[1], [2]])
-    [f] = bench.measure([point], [[1], [2]], 3)
-    assert (f["tokens/s"], f["least"], f["most"], f["by turn"]) == (3, 2, 4, [2, 4, 3])
-    assert (f["threads"], f["assistant"]) == (2, [7, "constant", 0.0])
+    """Three turns of two texts: 2, 4 and 3 tokens a second."""
+    log = log_of((2, 1.0), (1, 0.5), (2, 0.5), (2, 0.5), (1, 0.5), (2, 0.5))
+    assistant = [7, "constant", 0.0]
+    point = bench_py.Point("generate", 0, {"mode": "ar"}, threads=2, assistant=assistant)
+    prompts = [[1], [2]]
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=prompts)
+    bench.decode = lambda points, texts: [Stats(log=log)] * (texts == 3 * prompts)
+    [f] = bench.measure([point], prompts, 3)
+    assert (f["tokens/s"], f["least"], f["most"]) == (3, 2, 4)
+    assert f["by turn"] == [2, 4, 3]
+    assert (f["threads"], f["assistant"]) == (2, assistant)
     assert (f["T_v in ms"], f["Theorem 7"], f["acceptance_rate"]) == (None, None, None)
 
 
@@ -1994,10 +2010,12 @@ def test_the_screen_says_how_long_the_comparison_without_a_pace_takes(capsys):
     try with one thread, when greedy, on two texts, and six to measure on 8 texts in 5 turns."""
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1] * 9] * 16,
                        thread_counts=[1], may_assist=True)
-    bench.decode = lambda points, texts: [Stats(log=[TimedRound(0, 0.0, 6.0, [])])] * len(texts)
+    stats = Stats(log=[TimedRound(0, 0.0, 6.0, [])])
+    bench.decode = lambda points, texts: [stats] * len(texts)
     bench_py.say_how_long(bench, [0.0])
-    texts = 2 * (1 + len(ASSISTANTS) + 1 + 7 + 21 + 21) + 6 * 8 * 5
-    assert capsys.readouterr().out == f"  about {texts * 3 / 60:.1f} minutes\n"
+    tried = 1 + len(ASSISTANTS) + 1 + 7 + 21 + 21
+    minutes = (2 * tried + 6 * 8 * 5) * 3 / 60
+    assert capsys.readouterr().out == f"  about {minutes:.1f} minutes\n"
 
 
 @pytest.mark.parametrize("options, tokens, out", (
