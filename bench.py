@@ -1,16 +1,16 @@
 """The paper's evaluation section in small (`python bench.py --help`).
 
-SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, speeds
-are measured as they are. Elsewhere the passes of the models are paced: they take five times as long
-as on H100s (`engine.timing.PacedClock`), and all else is real. This emulates latencies, and
-measures no GPU. It flatters SSD, since messages and Python do not take five times as long. Speed is
-that of decoding, without prefill.
+SSD pays where target and draft compute on devices of their own. Where every rank has a GPU, and
+with `--pace 0 0`, speeds are measured as they are, beside that of transformers' `generate`.
+Elsewhere the passes of the models are paced: they take five times as long as on H100s
+(`engine.timing.PacedClock`), and all else is real. This emulates latencies, and measures no GPU. It
+flatters SSD, since messages and Python do not take five times as long. Speed is that of decoding,
+without prefill.
 
 `Bench` does three things with a `Point`, a way of decoding. It counts the hits and tokens of its
 rounds, without a pace. It predicts its speed, by Theorem 7 (in a batch Corollary 16), from these
 counts and three times, which are the pace's, or those of a few texts. It measures its speed. In the
-figures lines are predicted (those of rates are counted), and points are measured. `growth` decodes
-nothing: it times passes of random weights.
+figures lines are predicted (those of rates are counted), and points are measured.
 """
 if __name__ == "__main__":  # before the imports below, which take seconds
     from cli.launch import launch
@@ -18,63 +18,57 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     launch(BenchSettings, "bench")  # parses, starts rank 1, and calls `main`
 
 import json
+import os
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import date
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
-from statistics import median
-from timeit import repeat
-from typing import Any, Callable, Iterable, NamedTuple
+from statistics import median, stdev
+from typing import Any, Iterable, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
-from cache import FAN_OUT_POLICIES, PRIMARY, speedup_over_sd_bounds, throughput
+from cache import FAN_OUT_POLICIES, PRIMARY, throughput
 from cli.settings import ROOT, Settings, open_for_writing
 from engine.errors import UserError
-from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import SWEEPS, BenchSettings
+from figures.growth import growth
 from figures.guesses import counted_hit_rate, fit_shape
+from figures.rivals import ASSISTANTS, Generate
+from figures.table import COLUMNS, print_table
 from ideas import SPECULATORS
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
-from run.placement import gather
-from run.screen import KEPT, TOO_SLOW
-from run.stats import Stats, theorem_7
+from run.placement import cores_of, gather, threads_for
+from run.stats import Stats, ratio, theorem_7
 from sampling import Sampler, residual, saguaro_distribution
 
 GREEDY = (16, 3)    # (prompts, samples of each) of the comparison at temperature 0,
 SAMPLED = (16, 8)   # and above
 FEW = (12, 2)       # to choose K, and of figures that are not in TEXTS
+UNPACED = (8, 1)    # of the comparison without a pace,
+TURNS = 5           # each text so often
 MOST_MEASURED = 48  # texts of a figure
+ENOUGH = 8  # prompts: of 4 an interval of one standard error covers 0.59 instead of 0.68
 TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16, 6),
          "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
+UNPACED_LINES = ("AR", "SD", "SSD", "SD, block", "SSD, race", "everything together")
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 11)  # among which each line of the comparison has its best
 LARGEST = 64  # so many guesses tell the hits of every smaller cache
 # SD drafts with the draft model, and AR not at all, whatever the options of SSD are
 BASELINE = {"backup": "neural", "downweight": 1.0, "fan_out": "geometric", "budget": 0}
-COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "/ SD, block", "by Theorem 7", "Cor. 9")
-COLUMNS = {  # and how they are headed
-    "lookahead": "K", "top_p": "top-p", "tokens/s": "tokens/s", "standard error": "+-",
-    "tokens_per_round": "a round", "acceptance_rate": "a", "hit_rate": "hits",
-    "T_v in ms": "T_v", "T_p": "T_p", "T_b": "T_b",
-    "verifier_utilisation": "util", "measured / Theorem 7": "/ Thm 7", "pace_kept": "kept"}
-# what grows, and the context, batch size and vocabulary of each measurement
-GROWTH = [*(("context", n, 1, 49152) for n in (256, 1024, 4096, 16384)),
-          *(("batch size", 1024, b, 49152) for b in (1, 4, 16)),
-          *(("vocabulary", 1024, 1, V) for V in (2048, 49152, 151936, 262144))]
-DIMENSIONS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads")
-LLAMA_1B = (2048, 8192, 16, 32, 8)
-SHAPES = {"cpu": (LLAMA_1B, (576, 1536, 30, 9, 3)),  # SmolLM2 135M drafts
-          "cuda": ((4096, 14336, 32, 32, 8), LLAMA_1B)}  # Llama 3.1 8B
+COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "error of / SD", "/ SD, block",
+            "by Theorem 7")
+IN_TURNS = ("assistant", "threads", "tokens/s", "least", "most", "/ AR", "/ SD", "error of / SD")
 Metrics = dict[str, Any]  # see `row_of`
 
 
@@ -84,6 +78,8 @@ class Point(NamedTuple):
     value: Any               # on the axis
     changes: dict[str, Any]  # of settings
     in_turns: bool = False   # SSD in one process, where nothing overlaps
+    threads: int | None = None     # of one process on all cores; None: each rank on its own cores
+    assistant: list | None = None  # of transformers' `generate`, see figures/rivals.py
 
     def but(self, **changes) -> "Point":
         """Return this point with other settings."""
@@ -98,14 +94,23 @@ class Bench:
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
+        self.all_cores = cores_of(0, 1)
+        # of a command of one process: one thread, or as many as it takes
+        self.thread_counts = sorted({1, threads_for(len(self.all_cores), 1)})
         self.job = Job(settings)
+        check_lengths(self.job)
         if self.job.placement.world_size != 2:
             raise UserError("bench.py measures one target rank and one draft rank: start two, or "
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = self.job.placement.rank == 0
+        sizes = [config.get_text_config().vocab_size
+                 for config in (self.job.target_config, self.job.draft_config)]
+        self.may_assist = sizes[0] == sizes[1]  # else `generate` refuses
         self.models = self.job.load()
         draft = self.job.load_draft() if self.leads else self.models.draft
         self.sd_models = self.models._replace(placement=None, draft=draft)
+        self.own_cores = cores_of(0, 1)
+        self.own_threads = torch.get_num_threads()
         self.prompts = self.job.prompts
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
@@ -117,31 +122,51 @@ class Bench:
     def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
         differ. Short prompts are used up sooner."""
-        return [prompt[:len(prompt) - 8 * sample]
-                for sample in range(1 if self.settings.quick else samples)
-                for prompt in self.prompts[:num_prompts] if 8 * sample < len(prompt)]
+        texts = []
+        for sample in range(1 if self.settings.quick else samples):
+            for prompt in self.prompts[:num_prompts]:
+                length = len(prompt) - 8 * sample
+                if length > 0:
+                    texts.append(prompt[:length])
+        return texts
+
+    @property
+    def paced(self) -> bool:
+        return any(self.settings.pace)
+
+    def other_texts(self) -> list[list[int]]:
+        """Return two texts that the table without a pace does not measure."""
+        last = self.prompts[-2:]
+        return [prompt[:-8] or prompt for prompt in last]
 
     def count(self, point: Point, texts: list[list[int]]) -> Metrics:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
         paced, and rows share passes."""
         settings = self.settings_of(point)
         point = point.but(pace=(0.0, 0.0), batch_size=8)
-        if largest_tells(settings):
-            point = point.but(**BASELINE).but(mode="ssd", budget=LARGEST, acceptance_rate=0.8,
-                                              miss_exponent=1.0)
-        [stats] = self.decode([point], texts)
-        return counts_of(settings, stats)
+        if not largest_tells(settings):
+            [stats] = self.decode([point], texts)
+            return counts_of(settings, stats)
+        point = point.but(**BASELINE).but(mode="ssd", acceptance_rate=0.8, miss_exponent=1.0)
+        budget = sum(make_plan(settings).fan_out[PRIMARY])  # SD's is 0
+        # what round 0 guesses depends on the budget alone
+        first = point.but(lookahead=1, budget=budget, max_new_tokens=2)
+        stats, of_first = self.decode([point.but(budget=LARGEST), first], texts)
+        return counts_of(settings, stats, of_first)
 
     def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
         """Return the row of a point by theory, from what is counted and how long its pieces of work
-        take. Where T_p > 1, misses take longer than the theorem assumes: see `cache.throughput`."""
+        take."""
         settings = self.settings_of(point)
         verification, tree_pass, backup_pass = self.times(settings)
         K = 0 if settings.mode == "ar" else settings.lookahead
-        times = {"T_v in ms": verification,
-                 "T_p": (K + 1) * tree_pass / verification if settings.mode == "ssd" else None,
-                 "T_b": K * backup_pass / verification if settings.backup == "neural" else 0.0}
-        return row_of(point, settings, self.count(point, texts) | times)
+        parts = self.count(point, texts)
+        parts |= {"T_v in ms": verification, "T_p": None, "T_b": 0.0}
+        if settings.mode == "ssd":
+            parts["T_p"] = (K + 1) * tree_pass / verification
+        if settings.backup == "neural":
+            parts["T_b"] = K * backup_pass / verification
+        return row_of(point, settings, parts)
 
     def times(self, settings: Settings) -> tuple[float, float, float]:
         """Return the milliseconds of a verification, of one of the K + 1 passes of a
@@ -156,30 +181,52 @@ class Bench:
                    "temperature": settings.temperature, "backup": "neural"}
         points = [Point("", 0, changes | {"budget": n}) for n in (max(1, settings.budget), 0)]
         with_cache, without = self.decode(points, self.texts(max(3, settings.batch_size), 1))
-        return (median_ms(with_cache, "verify"), median_ms(with_cache, "trunk", "tree") / (K + 1),
-                median_ms(without, "backup") / K)
+        ahead = median_ms(with_cache, "trunk", "tree")
+        backup = median_ms(without, "backup")
+        return median_ms(with_cache, "verify"), ahead / (K + 1), backup / K
 
-    def measure(self, points: list[Point], texts: list[list[int]]) -> list[Metrics]:
-        """Return the rows of these points as measured."""
-        found = self.decode(points, texts)
-        return [measured_row(point, self.settings_of(point), stats)
-                for point, stats in zip(points, found)]
+    def measure(self, points: list[Point], texts: list[list[int]], turns: int = 1) -> list[Metrics]:
+        """Return the rows of these points as measured, on the texts in so many turns."""
+        texts = turns * texts
+        prompts = [self.prompt_of(text) for text in texts]
+        rows = []
+        for point, stats in zip(points, self.decode(points, texts)):
+            rows.append(measured_row(point, self.settings_of(point), stats, prompts, turns))
+        return rows
+
+    def prompt_of(self, text: list[int]) -> int:
+        """Return the number of the prompt with which a text begins."""
+        beginnings = [prompt[:len(text)] for prompt in self.prompts]
+        return beginnings.index(text)
 
     def settings_of(self, point: Point) -> Settings:
-        pace = [SLOWER[point.changes.get("batch_size", 1)] * ms for ms in self.settings.pace]
+        changes = point.changes
+        slower = SLOWER[changes.get("batch_size", 1)]
+        pace = [slower * ms for ms in self.settings.pace]
         always = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens, "pace": pace}
-        baseline = {} if point.changes.get("mode", "ssd") == "ssd" else BASELINE
-        return self.settings.to_settings(**always | point.changes | baseline)
+        if changes.get("mode", "ssd") != "ssd":
+            changes = changes | BASELINE
+        return self.settings.to_settings(**always | changes)
+
+    def verification_alone(self, point: Point) -> float:
+        """Return how many ms a verification of SSD takes while the draft is idle. Beside one at
+        work it takes longer, where two cores share what both need."""
+        alone = point._replace(in_turns=True)
+        [stats] = self.decode([alone], self.texts(*UNPACED))
+        return 1000 * stats.mean_seconds("verify")
 
     def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
         """Return the statistics of every point. No point is decoded twice."""
-        keys = [json.dumps([asdict(self.settings_of(point)), point.in_turns, len(texts)])
-                for point in points]
+        keys = []
+        for point in points:
+            _, _, _, *way = point
+            keys.append(json.dumps([asdict(self.settings_of(point)), *way, len(texts)]))
         new = [key for key in dict.fromkeys(keys) if key not in self.stats]
         if new:
-            ways = [json.loads(key)[:2] for key in new]
+            ways = [json.loads(key)[:-1] for key in new]
             gather([ways, texts])  # rank 1 hears of it
-            self.stats |= dict(zip(new, self.take_turns(ways, texts)))
+            found = self.take_turns(ways, texts)
+            self.stats |= dict(zip(new, found))
         return [self.stats[key] for key in keys]
 
     def assist(self) -> None:
@@ -190,23 +237,38 @@ class Bench:
             asked = gather(None)[0]
 
     def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
-        """Decode in these ways, each given as (settings, in turns): in all of them the first batch,
-        then the next, so that what disturbs the machine disturbs all. Returns their statistics."""
-        decoders = [self.decoder(Settings(**choices), in_turns, texts)
-                    for choices, in_turns in ways]
+        """Decode in these ways, each given as (settings, in turns, threads, assistant): in all of
+        them the first batch, then the next, so that what disturbs the machine disturbs all. Returns
+        their statistics."""
+        decoders = []
         batches = []
-        for decoder in decoders:
-            size = decoder.settings.batch_size
-            few = max(4, size) if decoder.settings.mode == "ar" else None  # as fast on any text
+        for choices, in_turns, threads, assistant in ways:
+            settings = Settings(**choices)
+            if assistant is None:
+                decoders.append(self.decoder(settings, in_turns, texts))
+            else:
+                decoders.append(Generate(settings, self.sd_models, assistant))
+            size = settings.batch_size
+            # at a pace AR is as fast on any text
+            few = max(4, size) if settings.mode == "ar" and threads is None else None
             batches.append(batches_of(texts[:few], size))
         for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
                          disable=not self.leads):
-            for decoder, batch in zip(decoders, turn):
+            for decoder, (*_, threads, _), batch in zip(decoders, ways, turn):
                 if batch and (self.leads or decoder.placement):
+                    self.use_cores(threads)
                     decoder(batch)
                 # no rank begins while the other is still at work
                 dist.barrier()
         return [decoder.stats for decoder in decoders]
+
+    def use_cores(self, threads: int | None) -> None:
+        """Use all cores and so many threads, as a command of one process does: the other rank
+        sleeps meanwhile. None: use this rank's own."""
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):  # some sandboxes forbid it
+                os.sched_setaffinity(0, self.all_cores if threads else self.own_cores)
+        torch.set_num_threads(threads or self.own_threads)
 
     def decoder(self, settings: Settings, in_turns: bool, texts: list[list[int]]) -> Decoder:
         """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
@@ -217,9 +279,19 @@ class Bench:
         return decoder
 
 
+def check_lengths(job: Job) -> None:
+    """Raise `UserError` for a prompt that leaves no room for a whole text: all have one length."""
+    longest = max(map(len, job.prompts))
+    new = job.settings.max_new_tokens
+    if longest + new > job.context:
+        raise UserError(f"bench.py adds {new} tokens to each prompt. One has {longest}, so that is "
+                        f"more than the target's context, {job.context}: lower --max-new-tokens")
+
+
 def median_ms(stats: Stats, *works: str) -> float:
     """Return the milliseconds that these pieces of a round take together, by their medians."""
-    return sum(1000 * median(stats.seconds_of(work)) for work in works)
+    seconds = [median(stats.seconds_of(work)) for work in works]
+    return 1000 * sum(seconds)
 
 
 def largest_tells(settings: Settings) -> bool:
@@ -230,48 +302,80 @@ def largest_tells(settings: Settings) -> bool:
             and settings.fan_out not in SPECULATORS)
 
 
-def counts_of(settings: Settings, stats: Stats) -> Metrics:
+def counts_of(settings: Settings, stats: Stats, first: Stats | None = None) -> Metrics:
     """Return the hits and tokens of these settings, from the `stats` of the run that counts them.
-    Counts of guesses leave out round 0 of each text: its outcome has k = 0, and the first guess is
-    taken to be right."""
+    Counts of guesses leave out round 0 of each text. If they tell the hits, these are theirs and
+    those of `first`, texts of two tokens with a cache of this budget: of its outcome."""
+    summary = stats.summary()
     names = ("tokens_per_round", "acceptance_rate", "hit_rate", "E_hit", "E_miss")
-    counts = {name: value for name, value in stats.summary().items() if name in names}
+    counts = {name: summary[name] for name in names}
     counts["guess_counts"] = torch.tensor(stats.guess_counts)  # [2, K+1, n+1]
-    if largest_tells(settings):
+    if first:
         table = counts["guess_counts"].sum(0)
-        table[0, 0] += sum(len(timed.rows) for timed in stats.log if timed.number == 0)
-        counts["hit_rate"] = counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
-        counts["E_hit"] = counts["E_miss"] = counts["tokens_per_round"]
+        plan = make_plan(settings)
+        later = int(table.sum())
+        hits = later * counted_hit_rate(table, plan.fan_out[PRIMARY])
+        texts = sum(len(timed.rows) for timed in first.log if timed.number == 0)
+        hits += texts * first.summary()["hit_rate"]
+        counts["hit_rate"] = hits / (later + texts)
+        counts["E_hit"] = counts["E_miss"] = summary["tokens_per_round"]
     return counts
 
 
-def measured_row(point: Point, settings: Settings, stats: Stats) -> Metrics:
-    """Return the row of a point as it was decoded. Where the pace is slower for a batch, times are
-    shown as if it were not."""
-    slower = SLOWER[settings.batch_size] if any(settings.pace) else 1
-    parts = stats.summary() | {"T_v in ms": 1000 * stats.mean_seconds("verify") / slower}
-    speed, parts["standard error"] = speed_of(stats, settings.batch_size, slower)
+def measured_row(point: Point, settings: Settings, stats: Stats, prompts: list[int],
+                 turns: int) -> Metrics:
+    """Return the row of a point as it was decoded, with texts of these `prompts` (their numbers).
+    Where the pace is slower for a batch, times are shown as if it were not."""
+    rows = settings.batch_size
+    slower = SLOWER[rows] if any(settings.pace) else 1
+    decoded = decoded_of(stats, rows)
+    decoded[:, 1] /= slower
+    totals = [turn.sum(0).tolist() for turn in decoded.chunk(turns)]
+    speeds = [tokens / seconds for tokens, seconds in totals]
+    speed = median(speeds)
+    shares = shares_of(decoded, prompts[::rows])
+    parts = stats.summary() | {
+        "T_v in ms": None, "threads": point.threads, "assistant": point.assistant,
+        "by turn": speeds, "least": min(speeds), "most": max(speeds), "shares": shares,
+        "standard error": standard_error(speed, shares)}
+    if point.assistant is None:
+        parts["T_v in ms"] = 1000 * stats.mean_seconds("verify") / slower
     return row_of(point, settings, parts, speed)
 
 
-def speed_of(stats: Stats, rows: int, slower: float) -> tuple[float, float | None]:
-    """Return the tokens a second of the rounds in which all `rows` of a batch are active, at a pace
-    so many times `slower`, and the standard error of this ratio over the batches, if there are
-    several."""
-    decoded = []  # tokens and seconds of each batch
+def decoded_of(stats: Stats, rows: int) -> torch.Tensor:
+    """Return the tokens and seconds of each batch, `[batches, 2]`, in the rounds in which all
+    `rows` of it are active. The last batch, which may never have so many, is left out."""
+    decoded = []
     for timed in stats.log:
         if timed.number == 0:
             decoded.append([0, 0.0])
         elif len(timed.rows) == rows:
             decoded[-1][0] += sum(len(row.new_tokens) for row in timed.rows)
             decoded[-1][1] += timed.seconds
-    full = [batch for batch in decoded if batch != [0, 0.0]]  # the last may have fewer rows
-    tokens, seconds = torch.tensor(full, dtype=torch.float64).T
-    speed = slower * tokens.sum() / seconds.sum()
-    if len(full) == 1:
-        return float(speed), None
-    scatter = (slower * tokens - speed * seconds) / seconds.mean()  # its mean is 0
-    return float(speed), float(scatter.std() / len(full) ** 0.5)
+    full = [batch for batch in decoded if batch != [0, 0.0]]
+    return torch.tensor(full, dtype=torch.float64)
+
+
+def shares_of(decoded: torch.Tensor, prompts: list[int]) -> list[float]:
+    """Return by which share of the speed each prompt changes it: its tokens above those that this
+    speed has in its time, of all tokens. `decoded` `[batches, 2]` begin with texts of `prompts`."""
+    numbers = torch.tensor(prompts[:len(decoded)])
+    _, place = numbers.unique(return_inverse=True)
+    by_prompt = decoded.new_zeros(int(place.max()) + 1, 2)
+    tokens, seconds = by_prompt.index_add(0, place, decoded).T
+    speed = tokens.sum() / seconds.sum()
+    above = tokens - speed * seconds
+    return (above / tokens.sum()).tolist()
+
+
+def standard_error(value: float, shares: list[float]) -> float | None:
+    """Return the standard error of a speed, or of a ratio of two, by the shares in which prompts
+    change it. Prompts are the unit, since texts of one are alike. Of few it would be too small."""
+    n = len(shares)
+    if n < ENOUGH:
+        return None
+    return value * stdev(shares) * n ** 0.5
 
 
 def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
@@ -279,27 +383,73 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
     Theorem 7 takes, and others to show. `speed` is the measured tokens a second; if it is None, the
     row has the speed that Theorem 7, or in a batch Corollary 16, predicts."""
     rows = settings.batch_size
-    by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / parts["T_v in ms"]
-    shown = by_theorem_7 if speed is None else speed
-    return parts | {
+    hits = parts["hit_rate"]
+    metrics = parts | {
         "name": point.name, "value": point.value, "predicted": speed is None, "with": point.changes,
-        "hit_rate": parts["hit_rate"] if settings.mode == "ssd" else None,  # None: no line
+        "hit_rate": hits if settings.mode == "ssd" else None,  # None: no line
         "lookahead": 0 if settings.mode == "ar" else settings.lookahead, "C": settings.downweight,
         "top_p": settings.top_p if settings.top_p < 1 else None,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
-        "backup": settings.backup, f"hit rate, {settings.backup} backup": parts["hit_rate"],
+        "backup": settings.backup, f"hit rate, {settings.backup} backup": hits,
+        "tokens/s": speed, "Theorem 7": None}
+    T_v = parts["T_v in ms"]
+    if T_v is None:  # `generate` is not looked into
+        return metrics
+    by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / T_v
+    shown = by_theorem_7 if speed is None else speed
+    return metrics | {
         "tokens/s": shown, "Theorem 7": by_theorem_7,
-        "tokens a verification": shown / rows * parts["T_v in ms"] / 1000,  # of one row
-        "measured / Theorem 7": None if speed is None else speed / by_theorem_7}
+        "tokens a verification": shown / rows * T_v / 1000,  # of one row
+        "measured / Theorem 7": ratio(speed, by_theorem_7)}
 
 
 # ---- the comparison ----
 
 def comparison(bench: Bench, temperature: float) -> list[Metrics]:
-    """Measure AR, SD and SSD, each with its best K."""
-    texts = bench.texts(*FEW)
+    """Measure AR, SD and SSD: at a pace each with the K that is best by theory, without one beside
+    transformers' `generate`, each with the settings that are fastest on other texts."""
+    points = compared_points(bench, temperature)
+    columns = COMPARED
+    if bench.paced:
+        points = [at_best_lookahead(bench, point, bench.texts(*FEW)) for point in points]
+        size = SAMPLED if temperature else GREEDY
+        found = bench.measure(points, bench.texts(*size))
+    else:
+        columns = IN_TURNS
+        points = [fastest_of(bench, candidates(bench, point)) for point in points]
+        found = bench.measure(points, bench.texts(*UNPACED), TURNS)
+        for f, point in zip(found, points):
+            if f["threads"] is None:
+                f["threads"] = 2 * [bench.own_threads]
+                f["T_v alone"] = bench.verification_alone(point)
+    by_name = {f["name"]: f for f in found}
+    for f in found:
+        f |= compared(f, by_name)
+    print_table(f"temperature {temperature:g}", columns, found)
+    print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
+    fastest = max(found, key=lambda f: f["tokens/s"])
+    print(f"  fastest: {command_of(bench, fastest)}")
+    return found
+
+
+def compared(f: Metrics, by_name: dict[str, Metrics]) -> Metrics:
+    """Return the speed of a row over that of others, the median of all turns."""
+    def over(name: str) -> float:
+        pairs = zip(f["by turn"], by_name[name]["by turn"])
+        return median(own / other for own, other in pairs)
+
+    sd = by_name["SD"]
+    by_block = f["with"].get("verification", "token") != "token"
+    shares = [own - other for own, other in zip(f["shares"], sd["shares"])]
+    return {"/ AR": over("AR"), "/ SD": over("SD"),
+            "error of / SD": standard_error(over("SD"), shares),
+            "/ SD, block": over("SD, block") if by_block else None,
+            "by Theorem 7": ratio(f["Theorem 7"], sd["Theorem 7"])}
+
+
+def compared_points(bench: Bench, temperature: float) -> list[Point]:
+    """Return the lines of the comparison, with the K of the settings."""
     together = {"budget": LARGEST, "fan_out": "confident", "backup": "lookup"}
-    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
     lines = {
         "AR": {"mode": "ar"},
         "SD": {"mode": "sd"},
@@ -315,68 +465,91 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
             f"SSD, budget {LARGEST}, race": {"budget": LARGEST, "verification": "race"}}
         together |= {"verification": "race"}
     lines["everything together"] = together
-    points = [at_best_lookahead(bench, Point(name, temperature, common | changes), texts)
-              for name, changes in lines.items()]
-    found = bench.measure(points, bench.texts(*(SAMPLED if temperature else GREEDY)))
-    speeds = {f["name"]: f["tokens/s"] for f in found}
-    ar, sd, *_ = found
-    for f in found:
-        by_block = f["with"].get("verification", "token") != "token"
-        f |= {"/ AR": f["tokens/s"] / ar["tokens/s"], "/ SD": f["tokens/s"] / sd["tokens/s"],
-              "/ SD, block": f["tokens/s"] / speeds["SD, block"] if by_block else None,
-              "by Theorem 7": f["Theorem 7"] / sd["Theorem 7"], "Cor. 9": bounds(f, sd)}
-    print_table(f"temperature {temperature:g}", COMPARED, found)
-    print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
-    fastest = max(found, key=lambda f: f["tokens/s"])
-    options = bench.settings.to_settings(**fastest["with"] | {"pace": (0.0, 0.0)})
-    print(f"  fastest: {command_line(options)}")
-    return found
+    common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
+    points = [Point(name, temperature, common | changes) for name, changes in lines.items()]
+    if bench.paced:
+        return points
+    ar, *others = [point for point in points if point.name in UNPACED_LINES]
+    rivals = [ar._replace(name="generate", assistant=[])]
+    if bench.may_assist:
+        rivals.append(ar._replace(name="generate with assistant_model", assistant=ASSISTANTS[0]))
+    return [*rivals, ar, *others]
 
 
-def side_by_side(bench: Bench) -> None:
-    """Print what the devices of two ranks do to each other: how long a piece of work takes in
-    turns, while the other model is idle, and how long while it works (medians)."""
-    points = [Point("", 0, {}, in_turns) for in_turns in (True, False)]
-    found = bench.decode(points, bench.texts(*FEW))
-    for works in (("verify",), ("trunk", "tree")):
-        idle, working = [median_ms(stats, *works) for stats in found]
-        print(f"{' + '.join(works)}: {idle:.2f} ms beside an idle model, {working:.2f} beside one "
-              f"at work, {working / idle:.2f} x")
+def candidates(bench: Bench, point: Point) -> list[Point]:
+    """Return the points to try for a line without a pace. Where one process does all, it has all
+    cores. A quick run tries few."""
+    quick = bench.settings.quick
+    mode = point.changes.get("mode", "ssd")
+    lookaheads = [point.changes["lookahead"]] if quick else range(2, 9)
+    if mode == "ssd":
+        budgets = [24] if quick else [8, 24, LARGEST]
+        return [point.but(lookahead=K, budget=n) for K in lookaheads for n in budgets]
+    tried = [point]
+    if mode == "sd":
+        tried = [point.but(lookahead=K) for K in lookaheads]
+    elif point.assistant:
+        tried = [point._replace(assistant=one) for one in ASSISTANTS[:3 if quick else None]]
+    return [one._replace(threads=n) for one in tried for n in bench.thread_counts]
+
+
+def fastest_of(bench: Bench, points: list[Point]) -> Point:
+    """Return the point that is fastest on two texts that are not measured afterwards."""
+    found = bench.measure(points, bench.other_texts())
+    fastest = max(range(len(points)), key=lambda n: found[n]["tokens/s"])
+    return points[fastest]
+
+
+def say_how_long(bench: Bench, temperatures: Iterable[float]) -> None:
+    """Print how long the comparison without a pace will take, from how long AR takes for a text.
+    Nearly all texts have a draft, which is taken to halve that."""
+    few = bench.other_texts()
+    [stats] = bench.decode([Point("AR", 0, {"mode": "ar"}, threads=1)], few[:1])
+    seconds = sum(timed.seconds for timed in stats.log)
+    texts = 0
+    for temperature in temperatures:
+        for point in compared_points(bench, temperature):
+            texts += len(few) * len(candidates(bench, point))
+            texts += TURNS * len(bench.texts(*UNPACED))
+    print(f"  about {texts * seconds / 2 / 60:.1f} minutes", flush=True)
+    if not bench.may_assist:
+        print("  no generate with assistant_model: the models' vocab_size differs")
+
+
+def command_of(bench: Bench, f: Metrics) -> str:
+    """Return the command that decodes as a row does."""
+    if f["assistant"] is not None:
+        return f"{f['name']} {f['assistant']}, with {f['threads']} threads"
+    changes = f["with"] | {"pace": (0.0, 0.0)}
+    command = command_line(bench.settings.to_settings(**changes))
+    if f["threads"] == 1 < bench.thread_counts[-1]:
+        return f"OMP_NUM_THREADS=1 {command}"
+    return command
 
 
 def command_line(settings: Settings) -> str:
     """Return the command that decodes a text with these settings."""
-    chosen = sorted(vars(settings).items() - vars(Settings()).items())
-    words = [f" --{name.replace('_', '-')} {shlex.quote(str(value))}".removesuffix(" True")
-             for name, value in chosen]
-    return "python saguaro.py" + "".join(words)
+    chosen = vars(settings).items() - vars(Settings()).items()
+    command = "python saguaro.py"
+    for name, value in sorted(chosen):
+        command += f" --{name.replace('_', '-')}"
+        if value is not True:
+            command += f" {shlex.quote(str(value))}"
+    return command
 
 
 def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Point:
     """Return this point with the K that is fastest by Theorem 7, or in a batch by Corollary 16. At
     a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than its
-    passes. Where it takes longer than a verification, misses wait for it, too. AR has no K, and a
-    quick run keeps the point's."""
+    passes. AR has no K, and a quick run keeps the point's."""
     def speed(K: int) -> float:
         f = bench.predict(point.but(lookahead=K), texts)
-        T_p = max(1.0, 1.1 * (f["T_p"] or 0.0))
-        return theorem_7(f | {"T_p": T_p, "T_b": f["T_b"] + T_p - 1}, f["batch size"])
+        later = 1.1 * (f["T_p"] or 0.0)
+        return theorem_7(f | {"T_p": later}, f["batch size"])
 
     if bench.settings.quick or point.changes.get("mode") == "ar":
         return point
     return point.but(lookahead=max(LOOKAHEADS, key=speed))
-
-
-def bounds(f: Metrics, sd: Metrics) -> str:
-    """Return Corollary 9's bounds where it applies: the backup is the primary, T_p <= 1, and
-    E_hit <= E_miss <= E_hit (1 + T_b)."""
-    E_hit = f["E_hit"]
-    T_b = f["T_b"] or 0.0
-    applies = f["hit_rate"] and f["backup"] == "neural" and f["T_p"] <= 1
-    if not (applies and E_hit <= (f["E_miss"] or E_hit) <= E_hit * (1 + T_b)):
-        return ""
-    parts = f["hit_rate"], E_hit, sd["tokens_per_round"], sd["T_b"], T_b
-    return "{:.2f}-{:.2f}".format(*speedup_over_sd_bounds(*parts))
 
 
 # ---- sweeps: the figures ----
@@ -388,24 +561,27 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     to_predict, to_measure = sweeps[name]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
         heats, _ = sweeps["fan-out"]
-        fits = {point.value: fit_shape(bench.count(point, texts)["guess_counts"][PRIMARY])
-                for point in heats}
-        to_predict = [point.but(**fits[point.value]) for point in to_predict]
+        shapes = {}
+        for point in heats:
+            counts = bench.count(point, texts)["guess_counts"]
+            shapes[point.value] = fit_shape(counts[PRIMARY])
+        to_predict = [point.but(**shapes[point.value]) for point in to_predict]
     if name == "frontier":  # each point at its best K
         to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
-    measured = texts[:MOST_MEASURED]
-    found += bench.measure(to_measure, measured)
-    print_table(name, ("value", "predicted", *COLUMNS), found)
+    texts = texts[:MOST_MEASURED]
+    measured = bench.measure(to_measure, texts)
+    print_table(name, ("value", "predicted", *COLUMNS), found + measured)
     for f in found:
-        tables = f.pop("guess_counts", None)
+        tables = f.pop("guess_counts")
         if name == "fan-out":
             f["right_guesses"] = tables.sum(1).tolist()
             a, r = fit_shape(tables[PRIMARY]).values()
             print(f"  {f['value']:g}: --acceptance-rate {a:.2f} --miss-exponent {r:.2f}")
-    for f, stats in zip(found, bench.decode(to_measure, measured)) if name == "timeline" else ():
-        f["spans"] = [(span.work, span.start, span.end) for span in stats.spans]
-    return found
+    if name == "timeline":
+        for f, stats in zip(measured, bench.decode(to_measure, texts)):
+            f["spans"] = [(span.work, span.start, span.end) for span in stats.spans]
+    return found + measured
 
 
 def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[list[Point]]]:
@@ -413,40 +589,41 @@ def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[li
     warm = {"temperature": settings.temperature or 1.0}  # of figures at one temperature
     heats = (0.0, 0.3, 0.7, 1.0)
     sizes = [size for size in SLOWER if size <= num_prompts]
-
-    def points(axis: str, predicted: Iterable, measured: Iterable, *lines: tuple[str, dict]):
-        """`predicted` and `measured` are values on the axis, `lines` (name, changed settings)."""
-        engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
-        return [[Point(name, value, engine | changes | {axis: value})
-                 for name, changes in lines for value in values]
-                for values in (predicted, measured)]
-
+    backups = ("neural", "random")
+    shapes = (*FAN_OUT_POLICIES, *SPECULATORS)
+    sd = ("SD", {"mode": "sd"})
+    ssd = ("SSD", {})
+    by_backup = [(f"SSD, {backup} backup", {"backup": backup}) for backup in backups]
+    by_shape = [(shape, {"fan_out": shape, "backup": backup})
+                for shape, backup in product(shapes, backups)]
+    by_lookahead = [(f"{backup} backup", warm | {"lookahead": K, "backup": backup})
+                    for K, backup in product((3, 7), backups)]
+    by_noise = [("private noise", {"verification": "block"})]
+    by_noise += [(f"public noise, {shape}", {"verification": "race", "fan_out": shape})
+                 for shape in shapes]
+    filtered = [(name, changes | {"top_k": 20, "top_p": 0.9}) for name, changes in by_noise]
     return {
-        "timeline": points("temperature", (), (0.0,),
-                           ("SD", {"mode": "sd", "lookahead": 5}), ("SSD", {})),
+        "timeline": points("temperature", (), (0.0,), ("SD", {"mode": "sd", "lookahead": 5}), ssd),
         "fan-out": points("temperature", heats, (), ("random backup", {"backup": "random"})),
-        "shape": points("temperature", heats, (), *[
-            (fan_out, {"fan_out": fan_out, "backup": backup})
-            for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS) for backup in ("neural", "random")]),
-        "noise": points("temperature", (*heats, 1.25, 1.5), (), *[
-            (name, changes | filters)
-            for filters in ({}, {"top_k": 20, "top_p": 0.9})
-            for name, changes in (
-                ("private noise", {"verification": "block"}),
-                *[(f"public noise, {fan_out}", {"verification": "race", "fan_out": fan_out})
-                  for fan_out in (*FAN_OUT_POLICIES, *SPECULATORS)])]),
+        "shape": points("temperature", heats, (), *by_shape),
+        "noise": points("temperature", (*heats, 1.25, 1.5), (), *by_noise, *filtered),
         "downweight": points("downweight", (1.0, 0.75, 0.5, 0.25, 0.0), (1.0, 0.5), ("SSD", warm)),
-        "batch": points("batch_size", sizes, sizes, *[
-            (f"{backup} backup", warm | {"lookahead": K, "backup": backup})
-            for K in (3, 7) for backup in ("neural", "random")]),
-        "frontier": points("batch_size", sizes, sizes,
-                           ("AR", {"mode": "ar"}), ("SD", {"mode": "sd"}), *[
-            (f"SSD, {backup} backup", {"backup": backup}) for backup in ("neural", "random")]),
-        "lookahead": points("lookahead", range(1, 9), (3, 5, 7),
-                            ("SSD", {}), ("SD", {"mode": "sd"}))}
+        "batch": points("batch_size", sizes, sizes, *by_lookahead),
+        "frontier": points("batch_size", sizes, sizes, ("AR", {"mode": "ar"}), sd, *by_backup),
+        "lookahead": points("lookahead", range(1, 9), (3, 5, 7), ssd, sd)}
 
 
-# ---- figures that decode nothing: one position; the passes of a round, as the work grows ----
+def points(axis: str, predicted: Iterable, measured: Iterable,
+           *lines: tuple[str, dict]) -> list[list[Point]]:
+    """Return the points of a figure. `predicted` and `measured` are values on the axis, `lines`
+    (name, changed settings)."""
+    engine = {"lookahead": 7, "budget": 24}  # as in the authors' README
+    return [[Point(name, value, engine | changes | {axis: value})
+             for (name, changes), value in product(lines, values)]
+            for values in (predicted, measured)]
+
+
+# ---- what decodes no text: one position; Corollary 16 against logs of GPUs ----
 
 def one_position(bench: Bench) -> list[Metrics]:
     """Compute p, q and residual before and after C, at the position of the first prompt where C
@@ -455,120 +632,48 @@ def one_position(bench: Bench) -> list[Metrics]:
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
     prompt = torch.tensor(bench.prompts[:1])
-    p, q = [sampler.probabilities(model.causal(prompt.to(model.device), torch.tensor([0])))[0].cpu()
-            for model in (bench.sd_models.target, bench.sd_models.draft)]  # [n, V]
-    sigma = saguaro_distribution(q, guesses, C)
-    likeliest = q.topk(6).indices
-    before, after = [residual(p, drafted).gather(1, likeliest[:, :guesses]).sum(1)
-                     for drafted in (q, sigma)]  # [n]
+    start = torch.tensor([0])
+    distributions = []
+    for model in (bench.sd_models.target, bench.sd_models.draft):
+        logits = model.causal(prompt.to(model.device), start)
+        distributions.append(sampler.probabilities(logits)[0].cpu())
+    p, q = distributions                   # [n, V]
+    likeliest = q.topk(6).indices          # [n, 6]
+    drafts = {"C = 1": q, f"C = {C}": saguaro_distribution(q, guesses, C)}
+    residuals = {name: residual(p, drafted) for name, drafted in drafts.items()}
+    before, after = [of_all.gather(1, likeliest[:, :guesses]).sum(1)
+                     for of_all in residuals.values()]  # [n]
     place = (after - before).argmax()
     shown = likeliest[place]
     tokens = [repr(bench.job.tokenizer.decode([token])) for token in shown]
-    return [{"name": name, "guesses": guesses, "tokens": tokens,
-             "target's p": p[place, shown].tolist(), "draft's q": drafted[place, shown].tolist(),
-             "residual": residual(p, drafted)[place, shown].tolist()}
-            for name, drafted in (("C = 1", q), (f"C = {C}", sigma))]
-
-
-@torch.inference_mode()
-def growth(bench: Bench) -> list[Metrics]:
-    """Time the passes of a round, in ms, with random weights, while one size grows. They run as in
-    decoding. A verification and the trunk read K + 1 tokens, a pass over the tree as many as the
-    budget, and a pass of the backup one. Beside each stands the time of its linear layers alone. If
-    a miss yields as many tokens as a hit, SSD is faster than SD where more than (T_p - 1) / T_b of
-    the rounds end in hits alone: where T_p > 1 other rounds take T_p + T_b here, not 1 + T_b."""
     found = []
-    K = bench.settings.lookahead
-    budget = bench.settings.budget
-    device = bench.job.placement.device
-    shapes = [(64, 64, 1, 2, 1)] * 2 if bench.settings.quick else SHAPES[device.type]
-    with device:
-        models = [transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(
-            **dict(zip(DIMENSIONS, shape)), tie_word_embeddings=True), dtype=bench.job.dtype)
-            for shape in shapes]
-    sizes = GROWTH[:1 if bench.settings.quick else None]
-    for axis, context, rows, vocab_size in tqdm(sizes, "growth"):
-        start = torch.full((rows,), context)
-        tokens = torch.zeros(rows, max(K + 1, budget), dtype=torch.long, device=device)
-        f = {"name": axis, "lookahead": K, "budget": budget, "context": context,
-             "batch size": rows, "vocabulary": vocab_size}
-        for name, model in zip(("target", "draft"), models):
-            model.resize_token_embeddings(vocab_size, mean_resizing=False)
-            ours = bench.job.with_graphs(CausalLM(model))
-            ours.allocate(rows, context, scratch=tokens.shape[1])
-            for n in sorted({1, K + 1, budget}):
-                f[f"{name}, {n}"] = milliseconds(ours.causal, tokens[:, :n], start)
-                floor = linear_layers(model, tokens[:, :n])
-                f[f"{name}, {n}, linear"] = milliseconds(floor, tokens[:, :n])
-        logits = torch.randn(*tokens.shape, vocab_size, device=device)
-        f["sampling"] = milliseconds(Sampler(1.0).sample, logits, tokens.double(), 0)
-        f["T_p"] = (f[f"draft, {K + 1}"] + K * f[f"draft, {budget}"]) / f[f"target, {K + 1}"]
-        f["T_b"] = K * f["draft, 1"] / f[f"target, {K + 1}"]
-        found.append(f)
-    print_table("growth", tuple(found[0])[1:], found)
+    for name, drafted in drafts.items():
+        found.append({"name": name, "guesses": guesses, "tokens": tokens,
+                      "target's p": p[place, shown].tolist(),
+                      "draft's q": drafted[place, shown].tolist(),
+                      "residual": residuals[name][place, shown].tolist()})
     return found
 
 
-def linear_layers(model: torch.nn.Module, tokens: torch.Tensor) -> Callable:
-    """Return what runs the linear layers of a model alone, each on random numbers for `tokens`
-    `[B, n]`. On a GPU it is a CUDA graph: Python would take longer to launch them than they do."""
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    inputs = {layer.in_features: torch.randn(*tokens.shape, layer.in_features).to(layer.weight)
-              for layer in layers}
-
-    def run(*_) -> list[torch.Tensor]:
-        return [layer(inputs[layer.in_features]) for layer in layers][-1:]
-
-    if tokens.device.type != "cuda":
-        return run
-    run()  # what libraries set up at their first use is not captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return lambda *_: graph.replay() or outputs
-
-
-def milliseconds(work: Callable, *inputs) -> float:
-    """Return how long this takes, the median of three, until [0] of what it returns is there.
-    Copying a few numbers waits for all."""
-    return 1000 * median(repeat(lambda: work(*inputs)[0][..., :1].cpu(), number=1, repeat=3))
-
-
 UNDECODED = {"residual": one_position, "growth": growth}
-
-
-# ---- tables; Corollary 16 against logs of GPUs ----
-
-def print_table(title: str, columns: tuple[str, ...], rows: list[Metrics]) -> None:
-    """Print a table with columns as wide as they must be, and names flush left."""
-    def cell(value) -> str:
-        if value is None:
-            return ""
-        return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-    lines = [["", *(COLUMNS.get(name, name) for name in columns)]]
-    lines += [[cell(row.get(name)) for name in ("name", *columns)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    print(f"\n{title}", flush=True)
-    for first, *others in lines:
-        print(" ".join(["", first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
-    if any(row.get("pace_kept") is not None and row["pace_kept"] < KEPT for row in rows):
-        print(TOO_SLOW)
 
 
 def compare_with_logs() -> None:
     """Print how long the rounds of published logs take by Corollary 16, and as measured."""
     columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", "verification", "round",
                "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
-    for log in json.loads((ROOT / "figures/logs.json").read_text("utf-8")).values():
+    logs = json.loads((ROOT / "figures/logs.json").read_text("utf-8"))
+    for log in logs.values():
         for f in log["rounds"]:
+            b = f["b"]
+            p = f["p_hit"]
             T_v = f["verification"]
-            T_p = f["pre-speculation"] / T_v
-            T_b = f["backup"] / T_v
-            tokens = f["p_hit"] * f["E_hit"] + (1 - f["p_hit"]) * f["E_miss"]
-            speed = throughput(f["p_hit"], f["E_hit"], f["E_miss"], T_p, T_b, f["b"]) / T_v
-            f |= {"by Cor. 16": tokens / speed, "difference": f["round"] - tokens / speed,
-                  "tokens/s by it": 1000 * f["b"] * speed}
+            tokens = p * f["E_hit"] + (1 - p) * f["E_miss"]
+            speed = throughput(p, f["E_hit"], f["E_miss"], f["pre-speculation"] / T_v,
+                               f["backup"] / T_v, b) / T_v
+            predicted = tokens / speed
+            f |= {"by Cor. 16": predicted, "difference": f["round"] - predicted,
+                  "tokens/s by it": 1000 * b * speed}
         print_table(f"{log['pair']}; times in ms", columns, log["rounds"])
         fit = draw.verification_fit(log)
         print(f"  a verification of n tokens: {fit.intercept:.2f} + {fit.slope:.3f} n ms")
@@ -576,12 +681,41 @@ def compare_with_logs() -> None:
 
 def machine(bench: Bench) -> dict[str, Any]:
     """Return what was measured, on what and when."""
-    names = [bench.settings.target, bench.settings.draft]
-    return {"date": str(date.today()), "machine": platform.platform(), "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-            "ranks": bench.job.placement.devices, "dtype": str(bench.job.dtype),
-            "models": ["/".join(Path(name).parts[-2:]) for name in names]}
+    settings = bench.settings
+    job = bench.job
+    num_gpus = torch.cuda.device_count()
+    models = [Path(name).parts[-2:] for name in (settings.target, settings.draft)]
+    return {"date": str(date.today()), "machine": platform.platform(), "processor": processor(),
+            "cores": len(bench.all_cores), "python": platform.python_version(),
+            "torch": torch.__version__, "transformers": transformers.__version__,
+            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)],
+            "ranks": job.placement.devices, "dtype": str(job.dtype),
+            "models": ["/".join(parts) for parts in models]}
+
+
+def processor() -> str:
+    """Return the processor's name."""
+    with suppress(OSError):  # of Linux
+        about = Path("/proc/cpuinfo").read_text()
+        _, _, after = about.partition("model name")
+        if after:
+            return after.splitlines()[0].strip("\t: ")
+    return platform.processor()
+
+
+def find(bench: Bench, name: str) -> list[Metrics]:
+    """Return the rows of a figure, or of the comparison at two temperatures."""
+    if name in UNDECODED:
+        return UNDECODED[name](bench)
+    if name != "comparison":
+        return sweep(bench, name)
+    temperatures = (0.0, bench.settings.temperature or 1.0)
+    if not bench.paced:
+        say_how_long(bench, temperatures)
+    found = []
+    for temperature in temperatures:
+        found += comparison(bench, temperature)
+    return found
 
 
 def main(settings: BenchSettings) -> None:
@@ -602,17 +736,13 @@ def main(settings: BenchSettings) -> None:
     if "all" in names:
         names = ("comparison", *SWEEPS)
     whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": []}
+    print(whole["machine"])
     for name in names:
-        if name == "comparison":
-            found = comparison(bench, 0.0) + comparison(bench, settings.temperature or 1.0)
-        else:
-            found = UNDECODED[name](bench) if name in UNDECODED else sweep(bench, name)
-        whole["results"] += [{"sweep": name} | f for f in found]
+        title = name if bench.paced else name.replace("comparison", "unpaced")
+        found = find(bench, name)
+        whole["results"] += [{"sweep": title} | f for f in found]
         with open_for_writing("--out", settings.out) as file:  # now: what follows may fail
             json.dump(whole, file, indent=1)
-        if name != "comparison":
+        if name in SWEEPS:
             draw.figure(settings.figures, name, found)
-    print(f"\n{whole['machine']}")
-    if not any(settings.pace) and "comparison" in names:
-        side_by_side(bench)
     gather(None)  # lets rank 1 go

@@ -44,6 +44,7 @@ from transformers import AutoConfig, AutoTokenizer
 import bench as bench_py
 import cache
 import draft_worker
+import figures.growth
 import run
 import test_equivalence
 from cache import BACKUP, PRIMARY, RowRound
@@ -56,6 +57,8 @@ from engine.errors import UserError, reported_as
 from engine.model import CausalLM
 from figures import draw
 from figures.bench_options import BenchSettings, draw_again
+from figures.rivals import ASSISTANTS, Generate
+from figures.table import print_table
 from ideas import SPECULATORS, VERIFICATIONS
 from run import placement, screen
 from run.decoder import Decoder, make_plan
@@ -772,7 +775,8 @@ def test_the_summary_leaves_prefill_out_and_predicts_for_the_batch(capsys):
         screen.print_times(Settings(batch_size=2), summary | {"T_p": T_p})
         shown = capsys.readouterr().out
         assert told in shown
-    assert "predicted speed         1.90   x AR, 0.79 x SD with this K, by Theorem 7" in shown
+    # 2.5 tokens; one round in four hits alone, in 1.5 verifications, and the others take 1.75
+    assert "predicted speed         1.48   x AR, 0.62 x SD with this K, by Theorem 7" in shown
     screen.print_times(Settings(), summary | {"T_p": 0.9, "backup": "lookup"})  # SD has no such T_b
     assert "predicted" not in capsys.readouterr().out
 
@@ -879,16 +883,45 @@ VERIFICATIONS["never"] = lambda p, tokens, q, uniforms: VERIFICATIONS["token"](
     assert summary["fan_out"] == [12, 0, 0, 0, 0] and summary["backup"] == "repeat"
 
 
+def unpaced_rows(results: list[dict]) -> tuple[list[str], dict[float, list[str]]]:
+    """The rows of the comparison without a pace as README shows them, and, for each temperature,
+    as docs/RESULTS.md does."""
+    rows = [f for f in results if f["sweep"] == "unpaced"]
+    brief = {}
+    full = {}
+    for f in rows:
+        name = re.sub(r"generate|assistant_model", r"`\g<0>`", f["name"])
+        speed = f"{f['tokens/s']:.0f} ({f['least']:.0f}-{f['most']:.0f})|{f['/ SD']:.2f}"
+        brief.setdefault(name, []).append(speed)
+        settings = [f"K = {f['lookahead']}"] if f["lookahead"] else []
+        if f["budget"]:
+            settings.append(f"budget {f['budget']}")
+        settings += map(str, f["assistant"] or [])
+        threads = f["threads"]
+        if isinstance(threads, list):
+            threads = " + ".join(map(str, threads))
+        error = "" if f["name"] == "SD" else f" ± {f['error of / SD']:.2f}"
+        times = [f.get(key) for key in ("tokens_per_round", "hit_rate", "T_p", "T_v in ms",
+                                        "T_v alone")]
+        shown = ["" if time is None else f"{time:.2f}" for time in times]
+        full.setdefault(f["value"], []).append("|".join(
+            ["", name, ", ".join(settings), str(threads), speed + error, *shown, ""]))
+    return [f"|{name}|{'|'.join(speeds)}|" for name, speeds in brief.items()
+            if len(speeds) == 2], full
+
+
 def test_the_tables_of_readme_and_results_are_those_of_the_launch():
     readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
-    tables, _ = (ROOT / "docs/RESULTS.md").read_text("utf-8").split("## Figures")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8")
+    tables = results.split("## AR, SD and SSD")[1].split("## Figures")[0]
     emulated = readme.split("H100s, emulated")[1].split("The paper measured")[0]
     chosen = re.findall(r"\n\|([^|-]+)\|", emulated)
     assert {"AR", "SD", "SSD"} < set(chosen) <= {f.get("name") for f in RESULTS}
     for f in RESULTS:
         if f["sweep"] == "comparison":
             name, temperature = f["name"], int(f["value"])
-            speed = f"{f['tokens/s']:.1f} ± {f['standard error']:.1f}"
+            error = f["standard error"]
+            speed = f"{f['tokens/s']:.1f}" + ("" if error is None else f" ± {error:.1f}")
             ratios = [f"{f['/ AR']:.2f}", f"{f['/ SD']:.2f}"]
             if f["/ SD, block"]:
                 ratios.append(f"{f['/ SD, block']:.2f}")
@@ -897,6 +930,29 @@ def test_the_tables_of_readme_and_results_are_those_of_the_launch():
             row = re.escape(f"\n|{name}|") + temperature * r".*\|"
             if name in chosen:
                 assert re.search(row + r"\|".join(ratios), readme)
+
+
+def test_the_tables_without_a_pace_are_those_of_the_launch():
+    """Row for row; and the processor, the number that README begins with, and its range."""
+    readme = (ROOT / "README.md").read_text("utf-8").replace("**", "")
+    results = (ROOT / "docs/RESULTS.md").read_text("utf-8").replace("**", "")
+    launch = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["other launches"]
+    machine = launch["unpaced"]["machine"]
+    brief, full = unpaced_rows(RESULTS)
+    shown = readme.split("nothing emulated.")[1].split("H100s, emulated")[0]
+    assert re.findall(r"^\|[`A-Za-z].*$", shown, re.M) == brief != []
+    section = results.split("## Two cores")[1].split("\n## ")[0]
+    tables = section.split("Temperature 1")
+    assert len(tables) == 2
+    for table, rows in zip(tables, full.values(), strict=True):
+        assert re.findall(r"^\|[`A-Za-z].*$", table, re.M) == rows
+    ratio, = [f"{f['/ SD']:.2f}" for f in RESULTS
+              if (f["sweep"], f["name"], f["value"]) == ("unpaced", "SSD", 0)]
+    assert f"SSD is {ratio} x as fast as SD on two CPU cores" in readme
+    for fact in (machine["processor"], f"torch {machine['torch'].partition('+')[0]}",
+                 f"transformers {machine['transformers']}", f"Python {machine['python']}",
+                 machine["date"]):
+        assert fact in section
 
 
 def test_the_numbers_in_sentences_are_those_of_the_launch():
@@ -1511,6 +1567,14 @@ def test_the_benchmark_does_not_write_over_its_prompts(tmp_path):
     assert status == 2 and "it is the file of --prompts" in said
 
 
+def test_the_benchmark_refuses_a_prompt_without_room_for_a_text():
+    job = SimpleNamespace(settings=BenchSettings(), prompts=[[1] * 472], context=512)
+    bench_py.check_lengths(job)
+    job.prompts.append([1] * 473)
+    with pytest.raises(UserError, match="^bench.py adds 40 tokens to each prompt. One has 473"):
+        bench_py.check_lengths(job)
+
+
 def test_what_was_measured_is_kept_where_a_later_sweep_fails(tmp_path, monkeypatch):
     def lacks(_) -> NoReturn:
         raise MemoryError
@@ -1518,7 +1582,7 @@ def test_what_was_measured_is_kept_where_a_later_sweep_fails(tmp_path, monkeypat
     job = SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]), dtype=torch.float32)
     out = tmp_path / "out"
     settings = BenchSettings(sweep=("residual", "growth"), out=str(out), figures=str(tmp_path))
-    bench = bench_with(leads=True, job=job, settings=settings, prompts=[])
+    bench = bench_with(leads=True, job=job, settings=settings, prompts=[], all_cores=[0])
     monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
     monkeypatch.setattr(bench_py, "UNDECODED",
                         {"residual": lambda _: [{"name": "C = 1"}], "growth": lacks})
@@ -1547,14 +1611,19 @@ def test_the_benchmark_compares_and_draws(pair, tmp_path):
     assert drawn[1].count("decoding: ") > 2, "minutes in silence look like a hang"
     shown = [(result["name"], result["value"]) for result in read(tmp_path / "out")["results"]]
     assert len(set(shown)) == len(shown)
-    assert {"AR", "SD", "SSD"} <= {name.split(",")[0] for name, _ in shown}
+    assert {"generate", "AR", "SD", "SSD"} <= {name for name, _ in shown}
+    assert "no generate with assistant_model" in compared[1], "the draft's vocabulary is smaller"
     sd = next(result for result in read(tmp_path / "out")["results"] if result["name"] == "SD")
     assert sd["by Theorem 7"] == sd["/ SD"] == 1
-    assert re.search(r"verify: \S+ ms .*\ntrunk \+ tree: .* x\n$", compared[1])
-    for temperature, command in enumerate(re.findall("fastest: python (.*)", compared[1])):
+    commands = re.findall("fastest: (.*)", compared[1])
+    assert len(commands) == 2 and compared[1].endswith(f"fastest: {commands[1]}\n")
+    for temperature, command in enumerate(commands):
         best = max((result for result in read(tmp_path / "out")["results"]
                     if result["value"] == temperature), key=lambda result: result["tokens/s"])
-        program, *options = shlex.split(command)
+        assert min(best["by turn"]) == best["least"] <= best["tokens/s"] <= best["most"]
+        if best["assistant"] is not None:
+            continue
+        _, program, *options = shlex.split(command.removeprefix("OMP_NUM_THREADS=1 "))
         fastest = parse(Settings, options)
         assert (program, fastest.mode) == ("saguaro.py", best["with"].get("mode", "ssd"))
         assert (fastest.target, fastest.lookahead) == (str(pair[1]), best["lookahead"] or 4)
@@ -1604,6 +1673,54 @@ def test_no_text_of_the_benchmark_is_decoded_twice():
     assert min(map(len, texts)) == 1
 
 
+def test_growth_divides_by_a_verification(monkeypatch):
+    """K = 4 and 12 guesses: 5, 12 and 1 tokens of the draft, and 5 of the target, take 2, 3, 1 and
+    10 ms."""
+    passes = {("target", 5): 10.0, ("draft", 5): 2.0, ("draft", 12): 3.0, ("draft", 1): 1.0}
+    read = []
+    monkeypatch.setattr(figures.growth, "linear_layers", lambda model, tokens: None)
+
+    def milliseconds(work, *inputs):
+        if work is None or len(inputs) == 3:  # linear layers, sampling
+            return 0.5
+        model = "target" if len(read) < 3 else "draft"
+        read.append(inputs[0].shape[1])
+        return passes.get((model, read[-1]), 99.0)
+
+    monkeypatch.setattr(figures.growth, "milliseconds", milliseconds)
+    placement = SimpleNamespace(device=torch.device("cpu"))
+    job = SimpleNamespace(placement=placement, dtype=torch.float32, with_graphs=lambda model: model)
+    [f] = figures.growth.growth(bench_with(settings=BenchSettings(quick=True), job=job))
+    assert read == [1, 5, 12, 1, 5, 12]
+    assert (f["T_p"], f["T_b"]) == ((2 + 4 * 3) / 10, 4 * 1 / 10)
+
+
+def test_the_lines_of_noise_differ_in_noise_alone():
+    """Race verifies blocks, so the private line does."""
+    lines, _ = bench_py.sweep_points(BenchSettings(), 16)["noise"]
+    rules = {(point.name.split(",")[0], point.changes["verification"]) for point in lines}
+    assert rules == {("private noise", "block"), ("public noise", "race")}
+
+
+def test_the_position_that_is_drawn_is_where_c_moves_most():
+    """At place 1 draft and target agree, so C moves all of the residual to the four guesses.
+    Before and after it the target wants a token that the draft does not guess, with any C."""
+    agreed = [float(-token) for token in range(8)]
+    sure = 7 * [0.0] + [50.0]
+
+    def causal(rows: list):
+        return SimpleNamespace(device="cpu", causal=lambda *_: torch.tensor([rows]))
+
+    bench = bench_with(settings=BenchSettings(temperature=1.0), prompts=[[1, 2, 3]],
+                       sd_models=SimpleNamespace(target=causal([sure, agreed, sure]),
+                                                 draft=causal(3 * [agreed])),
+                       job=SimpleNamespace(tokenizer=SimpleNamespace(decode=str)))
+    before, after = bench_py.one_position(bench)
+    assert before["tokens"][0] == "'[tensor(0)]'"
+    assert before["target's p"] == pytest.approx(before["draft's q"])
+    assert sum(after["residual"][:4]) == pytest.approx(1)
+
+
 def test_a_shell_takes_the_command_that_the_benchmark_names():
     settings = Settings(target="my models/l'une", apply_chat_template=True, fan_out="1,1,1,1,1")
     _, _, *words = shlex.split(bench_py.command_line(settings))
@@ -1622,25 +1739,53 @@ def test_no_option_of_ssd_reaches_a_baseline(mode):
 
 
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
-    """Round 0; then, K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1."""
+    """K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1; of two texts round 0 hit in
+    one. Without `first` the hits are those of the run itself."""
     rows = [[RowRound(0, PRIMARY, [0], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
     stats = Stats(log=[TimedRound(number, 0, 1, row) for number, row in enumerate(rows)])
     stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
-    shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1, "0,0": 0}
+    hit, miss = [RowRound(0, source, [0], 0, 0, [0]) for source in (PRIMARY, BACKUP)]
+    first = Stats()
+    first.log.append(TimedRound(0, 0, 1, [miss, miss]))
+    first.log.append(TimedRound(1, 0, 1, [hit, miss]))
+    shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1 + 1, "0,0": 1}
     for fan_out, hits in shapes.items():
-        counts = bench_py.counts_of(Settings(lookahead=1, fan_out=fan_out), stats)
-        assert counts["hit_rate"] == pytest.approx(hits / 6)
+        settings = Settings(lookahead=1, fan_out=fan_out)
+        counts = bench_py.counts_of(settings, stats, first)
+        assert counts["hit_rate"] == pytest.approx(hits / 7)
         assert counts["E_hit"] == counts["E_miss"] == 1.5
-    for change, hit_rate in (({"backup": "lookup"}, 1.0), ({"downweight": 0.5}, 1.0),
-                             ({"fan_out": "confident"}, 1.0),
-                             ({"mode": "sd", "lookahead": 1}, 0.0)):
-        assert bench_py.counts_of(Settings(**change), stats)["hit_rate"] == hit_rate
+    counts = bench_py.counts_of(Settings(backup="lookup"), stats)
+    assert counts["hit_rate"] == 1.0
+
+
+@pytest.mark.parametrize("change, runs", (
+    ({}, [(4, 64, 40), (1, 12, 2)]), ({"mode": "sd"}, [(4, 64, 40), (1, 0, 2)]),
+    ({"backup": "lookup"}, [(4, 12, 40)]), ({"downweight": 0.5}, [(4, 12, 40)]),
+    ({"fan_out": "confident"}, [(4, 12, 40)]),
+    ({"fan_out": "3,3,2,2,2"}, [(4, 64, 40), (1, 12, 2)])))
+def test_the_benchmark_counts_in_few_runs(change, runs):
+    """K, budget and tokens of the runs: where the largest cache tells the hits of all others,
+    only round 0, all of whose guesses are for one outcome, has a run with this budget."""
+    ran = []
+    stats = Stats(log=[TimedRound(number, 0, 1, [RowRound(0, PRIMARY, [0], 0, 0, [0])])
+                       for number in range(2)])
+    stats.guess_counts = [[[1] + [0] * 64] * 5, [[0] * 65] * 5]
+
+    def decode(points, texts):
+        ran.extend(bench.settings_of(point) for point in points)
+        return [stats] * len(points)
+
+    bench = bench_with(settings=BenchSettings(), decode=decode)
+    bench.count(bench_py.Point("", 0, change), [])
+    assert [(s.lookahead, s.budget, s.max_new_tokens) for s in ran] == runs
+    assert {(s.pace, s.batch_size, s.mode) for s in ran} == {((0.0, 0.0), 8, "ssd")}
 
 
 def test_the_benchmark_counts_predicts_and_measures():
     """It counts without a pace, and predicts with the times of the pace, by Theorem 7. It measures
     at the pace, here twice as slow for 4 rows; the last round has only one row."""
-    bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24))
+    bench = bench_with(settings=BenchSettings(pace=(100, 10), lookahead=2, budget=24),
+                       prompts=[[1]])
     decoded = []
     row = RowRound(0, PRIMARY, [0, 0], 1, 0, [0, 0])
     stats = Stats(spans=[Span(0, "verify", 0.0, 0.2, 1, True)], log=[
@@ -1657,7 +1802,7 @@ def test_the_benchmark_counts_predicts_and_measures():
     predicted = bench.predict(point, [[1]])
     [measured] = bench.measure([point], [[1]])
     assert [(s.pace, s.batch_size, s.budget) for s in decoded] == [
-        ((0.0, 0.0), 8, 64), ((200, 20), 4, 24)]
+        ((0.0, 0.0), 8, 64), ((0.0, 0.0), 8, 24), ((200, 20), 4, 24)]
     assert (predicted["T_v in ms"], predicted["T_p"], predicted["T_b"]) == (100, 0.3, 0.2)
     assert predicted["predicted"] and predicted["tokens/s"] == pytest.approx(1000 * 4 * 2 / 100)
     assert not measured["predicted"] and measured["T_v in ms"] == pytest.approx(100)
@@ -1668,12 +1813,6 @@ def test_the_benchmark_counts_predicts_and_measures():
     by_race = {"mode": "sd", "temperature": 1.0, "verification": "race"}
     assert bench.predict(point.but(**by_race), [[1]])["hit_rate"] is None
     assert decoded[-1].verification == "race", "its rounds are longer"
-    hits = {"hit_rate": 0.5, "E_hit": 4, "E_miss": 4, "T_p": 1, "T_b": 0.8, "backup": "neural"}
-    least_and_most = cache.speedup_over_sd_bounds(0.5, 4, 4, T_sd=0.5, T_b=0.8)
-    assert bench_py.bounds(hits, {"tokens_per_round": 4, "T_b": 0.5}) == "{:.2f}-{:.2f}".format(
-        *least_and_most)
-    for changes in {"T_p": 1.01}, {"E_miss": 3.9}, {"E_miss": 7.3}, {"backup": "lookup"}:
-        assert bench_py.bounds(hits | changes, {"tokens_per_round": 4, "T_b": 0.5}) == ""
 
 
 def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
@@ -1690,23 +1829,34 @@ def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
 def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypatch):
     monkeypatch.setattr(bench_py, "gather", lambda _: None)
     decoded = []
-    bench = bench_with(settings=BenchSettings(), stats={}, take_turns=lambda ways, texts: (
-        decoded.append(len(texts)) or [len(texts)] * len(ways)))
+
+    def take_turns(ways, texts) -> list:
+        decoded.append(len(texts))
+        return [len(texts)] * len(ways)
+
+    bench = bench_with(settings=BenchSettings(), stats={}, take_turns=take_turns)
     points = [bench_py.Point("", 0, {"budget": budget}) for budget in (4, 4, 8)]
     found = [bench.decode(points, texts) for texts in ([1], [1, 2], [1])]
     assert found == [[1] * 3, [2] * 3, [1] * 3] and decoded == [1, 2]
+    for other in {"in_turns": True}, {"threads": 1}, {"threads": 2}, {"assistant": []}:
+        bench.decode([points[0]._replace(**other)], [1])
+    assert decoded == [1, 2, 1, 1, 1, 1]
+
+
+COUNTED = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
+           "T_b": 0.5, "backup": "neural", "Theorem 7": 3.0, "T_v in ms": 9.0}
 
 
 def test_the_comparison_divides_by_what_its_columns_say():
-    """Speeds are 1, 2, ... of what is decoded in the order of lines."""
+    """Speeds are 1, 2, ... of what is decoded in the order of lines. AR has fewer prompts."""
     bench = bench_with(settings=BenchSettings(quick=True), texts=lambda *size: size)
-    counts = {"hit_rate": None, "E_hit": None, "E_miss": 1.0, "tokens_per_round": 2.0, "T_p": 0.5,
-              "T_b": 0.5, "backup": "neural", "Theorem 7": 3.0}
     measured = []
 
     def measure(points, texts):
         measured.append(texts)
-        return [counts | {"name": point.name, "with": point.changes, "tokens/s": float(number)}
+        return [COUNTED | {"name": point.name, "with": point.changes, "tokens/s": float(number),
+                           "assistant": None, "threads": None, "by turn": [float(number)],
+                           "shares": [0.0] if number == 1 else [-0.01 * number, 0.01 * number] * 4}
                 for number, point in enumerate(points, start=1)]
 
     bench.measure = measure
@@ -1720,23 +1870,281 @@ def test_the_comparison_divides_by_what_its_columns_say():
         rule = f["with"].get("verification", "token")
         assert (f["/ AR"], f["/ SD"]) == (f["tokens/s"], f["tokens/s"] / 2)
         assert f["/ SD, block"] == (None if rule == "token" else f["tokens/s"] / by_block)
+    assert greedy[0]["error of / SD"] is None and greedy[1]["error of / SD"] == 0
+    # line 3 is 1.5 x SD; half of the prompts change the ratio by 1% up, half down: 8 / 7 x 1%^2
+    assert greedy[2]["error of / SD"] == pytest.approx(1.5 * 8 * 0.01 / 7 ** 0.5)
+
+
+def log_of(*texts: tuple[int, float]) -> list[TimedRound]:
+    """Texts of so many tokens, in so many seconds, after their round 0."""
+    log = []
+    for tokens, seconds in texts:
+        row = RowRound(0, BACKUP, [], 0, 0, tokens * [1])
+        log.append(TimedRound(0, 0.0, 9.0, [row]))
+        log.append(TimedRound(1, 0.0, seconds, [row]))
+    return log
 
 
 def test_the_benchmark_says_how_far_a_speed_may_be_off():
-    """Two texts, of 2 tokens in a second and 4 in three, at half the pace; the last batch lacks a
-    row."""
-    log = []
-    for new_tokens, seconds in ([1, 2], 1.0), ([1, 2, 3, 4], 3.0):
-        row = RowRound(0, PRIMARY, [], 0, 0, new_tokens)
-        log += [TimedRound(0, 0.0, 9.0, [row]), TimedRound(1, 0.0, seconds, [row])]
-    assert bench_py.speed_of(Stats(log=log[:2]), 1, 1.0) == (2, None)
+    """Of eight prompts two texts each: one of 2 tokens in a second, one of 4 in three. So the speed
+    is 1.5, from which texts are half a token off, but prompts are not. A last batch lacks a row."""
+    short = (2, 1.0)
+    long = (4, 3.0)
+    log = log_of(*4 * [short], *4 * [long], *4 * [long], *4 * [short])
     log += [TimedRound(0, 0.0, 1.0, []), TimedRound(1, 0.0, 1.0, [])]
-    assert bench_py.speed_of(Stats(log=log), 1, 2.0) == pytest.approx((3, 0.5))
+    decoded = bench_py.decoded_of(Stats(log=log), 1)
+    assert decoded.shape == (16, 2) and decoded.sum(0).tolist() == [48, 32]
+    by_text = bench_py.shares_of(decoded, [*range(16)])
+    assert by_text[:8] == pytest.approx(4 * [0.5 / 48] + 4 * [-0.5 / 48])
+    variance = 16 * (0.5 / 48) ** 2 / 15
+    error = bench_py.standard_error(1.5, by_text)
+    assert error == pytest.approx(1.5 * (16 * variance) ** 0.5)
+    by_prompt = bench_py.shares_of(decoded, 2 * [*range(8)])
+    assert by_prompt == pytest.approx(8 * [0.0], abs=1e-12)
+    assert bench_py.standard_error(1.5, by_text[:7]) is None
+
+
+def test_texts_are_of_the_prompt_with_which_they_begin():
+    """A short prompt is used up sooner, and has no other text."""
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1, 2], [*range(30)]])
+    texts = bench.texts(2, 4)
+    assert [bench.prompt_of(text) for text in texts] == [0, 1, 1, 1, 1]
+    assert bench.other_texts() == [[1, 2], [*range(22)]]
+
+
+def test_a_speed_is_the_median_of_turns():
+    """Three turns of two texts: 2, 4 and 3 tokens a second."""
+    log = log_of((2, 1.0), (1, 0.5), (2, 0.5), (2, 0.5), (1, 0.5), (2, 0.5))
+    assistant = [7, "constant", 0.0]
+    point = bench_py.Point("generate", 0, {"mode": "ar"}, threads=2, assistant=assistant)
+    prompts = [[1], [2]]
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=prompts)
+    bench.decode = lambda points, texts: [Stats(log=log)] * (texts == 3 * prompts)
+    [f] = bench.measure([point], prompts, 3)
+    assert (f["tokens/s"], f["least"], f["most"]) == (3, 2, 4)
+    assert f["by turn"] == [2, 4, 3]
+    assert (f["threads"], f["assistant"]) == (2, assistant)
+    assert (f["T_v in ms"], f["Theorem 7"], f["acceptance_rate"]) == (None, None, None)
+
+
+# ---- the comparison without a pace ----
+
+def compared_without_a_pace(temperature: float, capsys, quick: bool = False) -> SimpleNamespace:
+    """The comparison of a fake bench in which whatever is tried first is slowest. Line number n
+    has 10 n tokens a second, and twice and thrice as many in the other turns."""
+    seen = SimpleNamespace(tried=[], measured=[], alone=[])
+    settings = BenchSettings(pace=(0, 0), quick=quick)
+    bench = bench_with(settings=settings, prompts=[[number] * 20 for number in range(16)],
+                       thread_counts=[1, 2], own_threads=1, may_assist=True)
+
+    def measure(points, texts, turns=1):
+        assert (texts == bench.other_texts()) == (turns == 1)
+        (seen.tried if turns == 1 else seen.measured).append(points)
+        return [COUNTED | {"name": point.name, "with": point.changes, "tokens/s": 20.0 * number,
+                           "assistant": point.assistant, "threads": point.threads,
+                           "by turn": [10.0 * number, 20.0 * number, 30.0 * number],
+                           "shares": [0.0] * 8}
+                for number, point in enumerate(points, start=1)]
+
+    def decode(points, texts):
+        seen.alone += points
+        seen.texts = texts
+        return [Stats(spans=[Span(0, "verify", 0.0, 0.004, 1, None)])]
+
+    bench.measure = measure
+    bench.decode = decode
+    seen.found = bench_py.comparison(bench, temperature)
+    seen.said = capsys.readouterr().out
+    seen.texts_of_all = bench.texts(*bench_py.UNPACED)
+    return seen
+
+
+@pytest.mark.parametrize("temperature, names", (
+    (0.0, ["generate", "generate with assistant_model", "AR", "SD", "SSD", "everything together"]),
+    (0.7, ["generate", "generate with assistant_model", "AR", "SD", "SSD", "SD, block",
+           "SSD, race", "everything together"])))
+def test_without_a_pace_each_method_has_its_best_settings_and_all_cores(temperature, names, capsys):
+    seen = compared_without_a_pace(temperature, capsys)
+    assert [f["name"] for f in seen.found] == names
+    [measured] = seen.measured
+    assert measured == [points[-1] for points in seen.tried], "the last is the fastest"
+    tried = dict(zip(names, seen.tried))
+    assert {point.threads for point in tried["SSD"]} == {None}, "each rank has its own core"
+    for name in "generate", "AR", "SD":
+        assert {point.threads for point in tried[name]} == {1, 2}
+    assert {point.changes["budget"] for point in tried["SSD"]} == {8, 24, 64}
+    for name in "SD", "SSD":
+        assert {point.changes["lookahead"] for point in tried[name]} == {*range(2, 9)}
+    schedules = {point.assistant[1] for point in tried["generate with assistant_model"]}
+    assert schedules == {"constant", "heuristic"}
+    assert {str(point.assistant) for point in tried["generate"]} == {"[]"}
+    assert {point.changes["temperature"] for points in seen.tried for point in points} == {
+        temperature}
+    together = measured[-1].changes
+    assert together["fan_out"] == "confident" and together["backup"] == "lookup"
+    assert (together.get("verification") == "race") == (temperature > 0)
+    for number, f in enumerate(seen.found, start=1):
+        assert (f["/ AR"], f["/ SD"]) == pytest.approx((number / 3, number / 4))
+        assert f.get("T_v alone") == (None if f["threads"] == 2 else pytest.approx(4))
+    assert {point.in_turns for point in seen.alone} == {True}, "the draft is idle"
+    assert seen.texts == seen.texts_of_all and len(seen.texts) == 8
+
+
+def test_a_quick_comparison_without_a_pace_tries_little(capsys):
+    seen = compared_without_a_pace(0.0, capsys, quick=True)
+    assert [len(points) for points in seen.tried] == [2, 6, 2, 2, 1, 1]
+    assert "fastest: python saguaro.py --backup lookup --budget 24 --fan-out confident" in seen.said
+
+
+@pytest.mark.parametrize("f, command", (
+    ({"assistant": [7, "constant", 0.0], "threads": 2, "name": "generate with assistant_model"},
+     "generate with assistant_model [7, 'constant', 0.0], with 2 threads"),
+    ({"assistant": None, "threads": 1, "with": {"mode": "sd", "lookahead": 6}},
+     "OMP_NUM_THREADS=1 python saguaro.py --lookahead 6 --mode sd"),
+    ({"assistant": None, "threads": 2, "with": {"mode": "ar"}}, "python saguaro.py --mode ar"),
+    ({"assistant": None, "threads": [1, 1], "with": {}}, "python saguaro.py")))
+def test_the_fastest_command_gives_the_threads(f, command):
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), thread_counts=[1, 2])
+    assert bench_py.command_of(bench, f) == command
+
+
+def test_who_decodes_alone_has_all_cores(monkeypatch):
+    """One after the other: alone with two threads, then on both ranks, then alone with one. Rank 1
+    sleeps while rank 0 is alone."""
+    done = []
+    state = {}
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: state.update(cores=cores),
+                        raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("all meet"))
+    for leads in True, False:
+        bench = bench_with(leads=leads, all_cores=[0, 1], own_cores=[0], own_threads=1,
+                           sd_models=None)
+
+        def decoder(settings, in_turns, texts):
+            both = None if settings.mode != "ssd" or in_turns else "both"
+            return Fake(settings.mode, both)
+
+        class Fake:
+            stats = None
+
+            def __init__(self, mode, placement):
+                self.mode = mode
+                self.placement = placement
+
+            def __call__(self, batch):
+                done.append((self.mode, state["cores"], state["threads"]))
+
+        bench.decoder = decoder
+        bench.take_turns([[{"mode": "sd"}, False, 2, None], [{}, False, None, None],
+                          [{}, True, None, None], [{"mode": "ar"}, False, 1, None]], [[1]])
+    meet = "all meet"
+    assert done == [("sd", [0, 1], 2), meet, ("ssd", [0], 1), meet, ("ssd", [0], 1), meet,
+                    ("ar", [0, 1], 1), meet, meet, ("ssd", [0], 1), meet, meet, meet]
+
+
+@pytest.mark.parametrize("assistant", ([], [3, "constant", 0.0], [5, "heuristic", 0.0]))
+def test_generate_is_timed_without_its_first_round(assistant):
+    """It writes the target's greedy text to the full length, though the checkpoint knows an
+    end-of-sequence and a penalty. A copy of the target that assists is right in all it drafts."""
+    target = copy.deepcopy(random_model())
+    prompt = [3, 1, 4, 1, 5]
+    [text] = greedy_reference(random_model(), [prompt], 20)
+    target.generation_config.eos_token_id = text[8]
+    target.generation_config.repetition_penalty = 3.0
+    models = SimpleNamespace(target=SimpleNamespace(model=target),
+                             draft=SimpleNamespace(model=copy.deepcopy(target)))
+    decode = Generate(Settings(max_new_tokens=20), models, assistant)
+    decode([prompt])
+    decode([prompt])
+    rounds = [timed.rows[0].new_tokens for timed in decode.stats.log]
+    assert sum(rounds, []) == text + text
+    starts = [timed.number for timed in decode.stats.log]
+    assert starts.count(0) == 2 and starts[0] == 0, "each text begins with a round 0"
+    if assistant:
+        lengths = [*map(len, rounds)]
+        assert max(lengths) > 1 and lengths[0] == assistant[0] + 1
+        second = lengths[starts.index(0, 1)]
+        assert (second > lengths[0]) == (assistant[1] == "heuristic"), "it has learned"
+    summary = decode.stats.summary()
+    later = [timed for timed in decode.stats.log if timed.number > 0]
+    assert all(timed.start < timed.end for timed in decode.stats.log)
+    assert summary["tokens_per_second"] == pytest.approx(
+        sum(len(timed.rows[0].new_tokens) for timed in later)
+        / sum(timed.end - timed.start for timed in later))
+
+
+def test_generate_samples_as_the_options_say(monkeypatch):
+    """At temperature 1e-5, and of the likeliest token alone, samples are greedy; else not."""
+    target = random_model()
+    prompt = [3, 1, 4, 1, 5]
+    [greedy] = greedy_reference(target, [prompt], 20)
+    models = SimpleNamespace(target=SimpleNamespace(model=copy.deepcopy(target)),
+                             draft=SimpleNamespace(model=copy.deepcopy(target)))
+
+    def written(**options) -> list[int]:
+        decode = Generate(Settings(max_new_tokens=20, **options), models, [])
+        decode([prompt])
+        return sum([timed.rows[0].new_tokens for timed in decode.stats.log], [])
+
+    assert written(temperature=1e-5) == written(temperature=2.0, top_k=1) == greedy
+    assert written(temperature=2.0, top_p=1e-6) == greedy
+    assert written(temperature=2.0) == written(temperature=2.0) != greedy
+    assert written(temperature=2.0) != written(temperature=2.0, seed=1)
+    # of 40 ids, 30 times as many tokens: transformers' own top_k would be 50, so none is cut
+    monkeypatch.setattr(models.target.model, "generation_config", None)
+    assert written(temperature=2.0) != greedy
+
+
+def test_the_comparison_is_of_the_temperature_that_was_asked_for(monkeypatch, tmp_path):
+    """And the screen says first how long it will take. The record says on what it ran."""
+    asked = []
+    out = tmp_path / "out"
+    settings = BenchSettings(temperature=0.7, pace=(0, 0), out=str(out))
+    bench = bench_with(leads=True, settings=settings, prompts=[[1]], all_cores=[0],
+                       job=SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]),
+                                           dtype=torch.float32))
+    monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
+    monkeypatch.setattr(bench_py, "gather", lambda _: None)
+    monkeypatch.setattr(bench_py, "say_how_long", lambda _, heats: asked.append(heats))
+    monkeypatch.setattr(bench_py, "comparison", lambda _, heat: asked.append(heat) or [
+        {"name": "SSD", "value": heat}])
+    bench_py.main(settings)
+    assert asked == [(0.0, 0.7), 0.0, 0.7]
+    record = read(out)
+    assert record["results"] == [{"sweep": "unpaced", "name": "SSD", "value": heat}
+                                 for heat in (0.0, 0.7)]
+    assert record["machine"]["processor"] and record["machine"]["cores"] == 1
+    assert record["machine"]["python"] == sys.version.split()[0]
+
+
+def test_the_screen_says_how_long_the_comparison_without_a_pace_takes(capsys):
+    """AR takes 6 s for a text, and a draft halves that. There are 1 + 2 + 1 + 7 + 21 + 21 points to
+    try with one thread, when greedy, on two texts, and six to measure on 8 texts in 5 turns."""
+    bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1] * 9] * 16,
+                       thread_counts=[1], may_assist=True)
+    stats = Stats(log=[TimedRound(0, 0.0, 6.0, [])])
+    bench.decode = lambda points, texts: [stats] * len(texts)
+    bench_py.say_how_long(bench, [0.0])
+    tried = 1 + len(ASSISTANTS) + 1 + 7 + 21 + 21
+    minutes = (2 * tried + 6 * 8 * 5) * 3 / 60
+    assert capsys.readouterr().out == f"  about {minutes:.1f} minutes\n"
+
+
+@pytest.mark.parametrize("options, tokens, out", (
+    ({}, 40, None), ({"pace": (0, 0)}, 160, "unpaced.json"),
+    ({"pace": (0, 0), "out": "x", "max_new_tokens": 9}, 9, "x"),
+    ({"pace": (0, 0), "quick": True}, 24, None),
+    ({"pace": (0, 0), "sweep": ("batch",)}, 40, None)))
+def test_texts_are_long_where_nothing_is_paced(options, tokens, out):
+    """A short text ends in the middle of a round."""
+    settings = BenchSettings(**options)
+    assert (settings.max_new_tokens, settings.out) == (tokens, out)
 
 
 @pytest.mark.parametrize("kept, late", ((0.0, True), (0.94, True), (0.95, False), (None, False)))
 def test_a_table_says_where_a_pace_was_not_kept(kept, late, capsys):
-    bench_py.print_table("a table", ("pace_kept",), [{"name": "SSD", "pace_kept": kept}])
+    print_table("a table", ("pace_kept",), [{"name": "SSD", "pace_kept": kept}])
     assert ("too slow for the pace" in capsys.readouterr().out) == late
 
 

@@ -78,80 +78,113 @@ def figure(folder: str, name: str, found: list[dict]) -> None:
 def draw_lines(ax, found: list[dict], x: str, y: str) -> None:
     """A line for each name, of what was predicted, and the points that were measured."""
     found = [f for f in found if f.get(y) is not None]
-    for name in dict.fromkeys(f["name"] for f in found):
+    names = dict.fromkeys(f["name"] for f in found)
+    for name in names:
+        colour = COLOURS.get(name, SSD)
         rows = [f for f in found if f["name"] == name]
         line = [f for f in rows if f["predicted"]]
         points = [f for f in rows if not f["predicted"]]
-        colour = COLOURS.get(name, SSD)
-        ax.plot([f[x] for f in line], [f[y] for f in line], color=colour, label=name)
-        ax.plot([f[x] for f in points], [f[y] for f in points], "o", color=colour)
+        ax.plot(*columns(line, x, y), color=colour, label=name)
+        ax.plot(*columns(points, x, y), "o", color=colour)
     ax.margins(y=0.12)
-    ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, 1.05 if "rate" in y else None))
+    highest = 1.05 if "rate" in y else None
+    ax.set(xlabel=x, ylabel=y.replace("_rate", " rate"), ylim=(0, highest))
     if x == "C":
         ax.invert_xaxis()  # to the right C falls
-    if len({f["name"] for f in found}) > 1:
+    if len(names) > 1:
         ax.legend()
     if y == "T_p":
         ax.axhline(1, color=GREY, linewidth=1)
         ax.annotate("T_p = 1: above, the target waits", (1, 1.02), color=GREY)
 
 
+def columns(rows: list[dict], x: str, y: str) -> list[list]:
+    """The values of two metrics, in all rows."""
+    return [[f[metric] for f in rows] for metric in (x, y)]
+
+
 # ---- what only one figure has ----
+
+WORK = ((1, ("verify",), SSD, ""), (0, ("trunk", "tree"), LIGHT, ""),
+        (0, ("backup",), "#f2c490", "////"))  # lane, works, colour and hatch
+
 
 def timeline(found: list[dict], axes) -> None:
     """Fig. 1: who works when, on the same devices, while the first text is written."""
-    looks = ((1, ("verify",), SSD, ""), (0, ("trunk", "tree"), LIGHT, ""),
-             (0, ("backup",), "#f2c490", "////"))
     ends = []
     for f, ax in zip(found, axes):
-        begin = min(start for work, start, _ in f["spans"] if work in ("verify", "backup"))
-        ends.append(max(stop for work, _, stop in f["spans"] if work == "verify") - begin)
-        for lane, works, colour, hatch in looks:
-            bars = [(start - begin, stop - start) for work, start, stop in f["spans"]
-                    if work in works]
-            ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour, hatch=hatch,
-                           edgecolor="white", linewidth=0.4)
+        spans = f["spans"]
+        begin = min(start for work, start, _ in spans if work in ("verify", "backup"))
+        end = max(stop for work, _, stop in spans if work == "verify")
+        ends.append(end - begin)
+        draw_work(ax, spans, begin)
         ax.set(yticks=[0, 1], yticklabels=["draft", "target"], ylabel=f["name"])
         ax.set_xlim(0, 1.2 * ends[0])
-        faster = f",\n{ends[0] / ends[-1]:.2f} x as fast" if len(ends) == 2 else ""
-        ax.annotate(f"{f['tokens']} tokens{faster}", (ends[-1] + 0.02, 1), va="center",
+        result = f"{f['tokens']} tokens"
+        if len(ends) == 2:
+            result += f",\n{ends[0] / ends[1]:.2f} x as fast"
+        ax.annotate(result, (ends[-1] + 0.02, 1), va="center",
                     weight="bold")  # by name: before 3.11 matplotlib knows no 700
     axes[1].set(xlabel="seconds (light blue: ahead of the outcome; hatched: the target waits)")
 
 
+def draw_work(ax, spans: list[tuple], begin: float) -> None:
+    """A bar for each (work, start, stop), in seconds after `begin`."""
+    for lane, works, colour, hatch in WORK:
+        bars = []
+        for work, start, stop in spans:
+            if work in works:
+                bars.append((start - begin, stop - start))
+        ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour, hatch=hatch, edgecolor="white",
+                       linewidth=0.4)
+
+
 def fan_out(found: list[dict], axes) -> None:
-    """Fig. 3: how often F guesses miss the bonus token; the r (Def. 11) fitted, and a factor."""
-    for source, ax in enumerate(axes):
+    """Fig. 3: how often F guesses miss the bonus token."""
+    sources = ("after a speculation of the draft", "after random tokens")
+    for source, (ax, title) in enumerate(zip(axes, sources)):
         for f, colour in zip(found, (SSD, LIGHT, OTHER, SD)):
             table = torch.tensor(f["right_guesses"][source])[None]  # [1, n+1]
-            if table[:, 1:].sum() < 100:  # missed first guesses: too few for a line
-                continue
-            miss = torch.tensor([rate for rate in counted_miss_rates(table) if rate > 0])
-            F = torch.arange(1, len(miss) + 1)  # more guesses miss less: only the last rates are 0
-            r = fit_power_law(miss.tolist())
-            factor = (miss.log() + r * F.log()).mean().exp()
-            ax.plot(F, factor * F ** -r, color=colour, linewidth=0.8)
-            ax.plot(F, miss, ".", color=colour, label=f"T = {f['temperature']:g}: {factor:.2f} "
-                    f"F^-{r:.2f} ({int(table.sum())} outcomes)")
+            if table[:, 1:].sum() >= 100:  # missed first guesses: else too few for a line
+                draw_power_law(ax, table, f["temperature"], colour)
         ax.set(xscale="log", yscale="log", ylim=(0.001, 1), xlabel="guesses F", ylabel="miss rate",
-               title=("after a speculation of the draft", "after random tokens")[source])
+               title=title)
         ax.legend(loc="lower left")
+
+
+def draw_power_law(ax, table: torch.Tensor, temperature: float, colour: str) -> None:
+    """The miss rates of a table of right guesses, and the r (Def. 11) fitted, and a factor."""
+    rates = counted_miss_rates(table)
+    miss = torch.tensor([rate for rate in rates if rate > 0])
+    F = torch.arange(1, len(miss) + 1)  # more guesses miss less: only the last rates are 0
+    r = fit_power_law(miss.tolist())
+    log_factors = miss.log() + r * F.log()
+    factor = log_factors.mean().exp()
+    law = factor * F ** -r
+    outcomes = int(table.sum())
+    label = f"T = {temperature:g}: {factor:.2f} F^-{r:.2f} ({outcomes} outcomes)"
+    ax.plot(F, law, color=colour, linewidth=0.8)
+    ax.plot(F, miss, ".", color=colour, label=label)
+
+
+BARS = (("target's p", SSD, -0.27), ("draft's q", SD, 0.0), ("residual", OTHER, 0.27))
 
 
 def one_position(found: list[dict], axes) -> None:
     """Fig. 5, right: p, q and residual of the likeliest tokens, before and after C."""
     for ax, f in zip(axes, found):
-        for i, (name, colour) in enumerate(zip(("target's p", "draft's q", "residual"),
-                                               (SSD, SD, OTHER))):
-            heights = [*f[name], 1 - sum(f[name])]
-            ax.bar([place + 0.27 * (i - 1) for place in range(len(heights))], heights, 0.27,
-                   label=name, color=colour)
-        ax.axvspan(-0.5, f["guesses"] - 0.5, color="0.93", zorder=0)
-        share = sum(f["residual"][:f["guesses"]])
+        names = [*f["tokens"], "others"]
+        for metric, colour, shift in BARS:
+            heights = [*f[metric], 1 - sum(f[metric])]
+            places = [place + shift for place in range(len(names))]
+            ax.bar(places, heights, 0.27, label=metric, color=colour)
+        guesses = f["guesses"]
+        share = sum(f["residual"][:guesses])
+        ax.axvspan(-0.5, guesses - 0.5, color="0.93", zorder=0)
         ax.set(title=f"{f['name']}: {share:.0%} of the residual is on grey", ylim=(0, 1),
                ylabel="probability",
-               xlabel=f"next token (grey: the {f['guesses']} likeliest of the draft)")
-        ax.set_xticks(range(len(heights)), [*f["tokens"], "others"])
+               xlabel=f"next token (grey: the {guesses} likeliest of the draft)")
+        ax.set_xticks(range(len(names)), names)
     axes[0].legend()
 
 
@@ -186,9 +219,12 @@ def critical_batch(found: list[dict]) -> float:
     random = next(f for f in found if f["backup"] == "random")
     p = neural["hit_rate"] or 0.0
     E_hit = neural["E_hit"] or 0.0
-    E_fast = (random["tokens_per_round"] - p * E_hit) / max(1 - p, 1e-9)
-    return critical_batch_size(p, E_hit, neural["E_miss"] or 0.0, E_fast, neural["T_p"],
-                               T_neural=neural["T_b"], T_fast=0.0)
+    E_neural = neural["E_miss"] or 0.0
+    after_backup = random["tokens_per_round"] - p * E_hit
+    E_fast = after_backup / max(1 - p, 1e-9)
+    late = max(0.0, neural["T_p"] - 1)  # see `cache.throughput`
+    return critical_batch_size(p, E_hit, E_neural, E_fast, neural["T_p"],
+                               T_neural=late + neural["T_b"], T_fast=late)
 
 
 DEVICES = {"AR": 4, "SD": 4, "SSD, neural backup": 5, "SSD, random backup": 5}  # the paper's
@@ -197,22 +233,21 @@ OWNER = "tokens/s of all texts, per device"
 
 
 def frontier(found: list[dict], axes) -> None:
-    """Fig. 7: speed for a user and speed per device at batch 1 to 16; dotted lines join the
-    same batch size. Left: this pair, each point at the K that is best at its size; here a pass
-    takes as long for 16 rows as for one. Right: the pair of the log."""
-    logged = h100_rows(json.loads((ROOT / "figures/logs.json").read_text("utf-8"))["h100"])
-    for ax, rows in zip(axes, (found, logged)):
+    """Fig. 7: speed for a user and speed per device at batch 1 to 16. Left: this pair, each point
+    at the K that is best at its size; here a pass takes as long for 16 rows as for one. Right: the
+    pair of the log."""
+    logs = json.loads((ROOT / "figures/logs.json").read_text("utf-8"))
+    for ax, rows in zip(axes, (found, h100_rows(logs["h100"]))):
         for f in rows:
-            f |= {USER: f["tokens/s"] / f["batch size"], OWNER: f["tokens/s"] / DEVICES[f["name"]]}
+            f[USER] = f["tokens/s"] / f["batch size"]
+            f[OWNER] = f["tokens/s"] / DEVICES[f["name"]]
         draw_lines(ax, rows, USER, OWNER)
-        lines = [f for f in rows if f["predicted"]]
-        for b in dict.fromkeys(f["batch size"] for f in lines):
-            x, y = zip(*[(f[USER], f[OWNER]) for f in lines if f["batch size"] == b])
-            ax.plot(x, y, ":", color=GREY, linewidth=0.8, zorder=0)
-            ax.annotate(f"batch {b}", (x[0], y[0]), (-7, 0), textcoords="offset points",
-                        ha="right", va="center", color=GREY)
-        lowest, *_, highest = sorted(f[OWNER] for f in rows)
-        ax.set(xlim=(-0.06 * max(f[USER] for f in rows), None), ylim=(lowest / 1.5, highest * 4))
+        join_batches(ax, [f for f in rows if f["predicted"]])
+        users, owners = columns(rows, USER, OWNER)
+        left = -0.06 * max(users)
+        lowest = min(owners) / 1.5
+        highest = max(owners) * 4
+        ax.set(xlim=(left, None), ylim=(lowest, highest))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
     paced = any(f.get("pace_kept") for f in found)
@@ -220,15 +255,30 @@ def frontier(found: list[dict], axes) -> None:
     axes[1].set(title="Llama 70B and 1B on H100s: a log (green: assumed)", ylabel=None)
     axes[1].get_legend().remove()
     for label in axes[0].legend(loc="upper left").get_texts():
-        label.set_text(f"{label.get_text()} ({DEVICES[label.get_text()]} devices)")
+        name = label.get_text()
+        label.set_text(f"{name} ({DEVICES[name]} devices)")
+
+
+def join_batches(ax, rows: list[dict]) -> None:
+    """A dotted line through the points of each batch size."""
+    sizes = dict.fromkeys(f["batch size"] for f in rows)
+    for b in sizes:
+        same = [f for f in rows if f["batch size"] == b]
+        users, owners = columns(same, USER, OWNER)
+        first = (users[0], owners[0])
+        ax.plot(users, owners, ":", color=GREY, linewidth=0.8, zorder=0)
+        ax.annotate(f"batch {b}", first, (-7, 0), textcoords="offset points",
+                    ha="right", va="center", color=GREY)
 
 
 def verification_fit(log: dict) -> LinearRegression:
     """How many ms a verification of n tokens takes, `intercept` + `slope` n, fitted to the rounds
     of a log that have the temperature of its last."""
-    rounds = [f for f in log["rounds"] if f["T"] == log["rounds"][-1]["T"]]
-    return linear_regression([f["b"] * (f["K"] + 1) for f in rounds],
-                             [f["verification"] for f in rounds])
+    last = log["rounds"][-1]
+    rounds = [f for f in log["rounds"] if f["T"] == last["T"]]
+    tokens = [f["b"] * (f["K"] + 1) for f in rounds]
+    times = [f["verification"] for f in rounds]
+    return linear_regression(tokens, times)
 
 
 def h100_rows(log: dict) -> list[dict]:
@@ -240,28 +290,35 @@ def h100_rows(log: dict) -> list[dict]:
     for f in log["rounds"][-5:]:
         b = f["b"]
         ahead = f["pre-speculation"]
+        backup = f["backup"]
+        hits = (f["p_hit"], f["E_hit"])
         lines = {  # tokens verified; p_hit, E_hit, E_miss; ms of a pre-speculation and of a backup
             "AR": (1, 0, 0, 1, 0, 0),
-            "SD": (7, 0, 0, 5.03, 0, f["backup"]),
-            "SSD, neural backup": (8, f["p_hit"], f["E_hit"], f["E_miss"], ahead, f["backup"]),
-            "SSD, random backup": (8, f["p_hit"], f["E_hit"], 1, ahead, 0)}
+            "SD": (7, 0, 0, 5.03, 0, backup),
+            "SSD, neural backup": (8, *hits, f["E_miss"], ahead, backup),
+            "SSD, random backup": (8, *hits, 1, ahead, 0)}
         for name, (tokens, *counts, T_p, T_b) in lines.items():
             T_v = fit.intercept + fit.slope * b * tokens
             speed = throughput(*counts, T_p / T_v, T_b / T_v, b) / T_v
             rows.append((name, b, 1000 * b * speed, True))
         rows.append(("SSD, neural backup", b, f["tokens/s"], False))
-    return [dict(zip(("name", "batch size", "tokens/s", "predicted"), row)) for row in rows]
+    names = ("name", "batch size", "tokens/s", "predicted")
+    return [dict(zip(names, row)) for row in rows]
 
 
 def growth(found: list[dict], axes) -> None:
     """The passes of a round while one size grows."""
-    passes = [name.format(found[0]["lookahead"] + 1, found[0]["budget"]) for name in PASSES]
+    first = found[0]
+    K = first["lookahead"]
+    budget = first["budget"]
+    passes = {name.format(K + 1, budget): colour for name, colour in PASSES.items()}
+    lowest = first["sampling"] / 60  # leaves room for a legend
     for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
         rows = [f for f in found if f["name"] == axis]
-        for name, colour in zip(passes, PASSES.values()):
-            ax.loglog([f[axis] for f in rows], [f[name] for f in rows], ".-", color=colour)
-        ax.set(xlabel=axis, ylabel="ms", ylim=(found[0]["sampling"] / 60, None))  # for a legend
-    axes[0].legend(passes, loc="lower left")
+        for name, colour in passes.items():
+            ax.loglog(*columns(rows, axis, name), ".-", color=colour)
+        ax.set(xlabel=axis, ylabel="ms", ylim=(lowest, None))
+    axes[0].legend([*passes], loc="lower left")
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual": one_position,
@@ -271,5 +328,6 @@ SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual":
 def figures_of(path: str, folder: str) -> None:
     """Draw all figures that a file of results has rows of."""
     rows = json.loads(Path(path).read_text("utf-8"))["results"]
-    for name in TITLES.keys() & {f["sweep"] for f in rows}:
-        figure(folder, name, [f for f in rows if f["sweep"] == name])
+    sweeps = {row["sweep"] for row in rows}
+    for name in TITLES.keys() & sweeps:
+        figure(folder, name, [row for row in rows if row["sweep"] == name])

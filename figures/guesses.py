@@ -11,21 +11,28 @@ import torch
 
 def counted_hit_rate(table: torch.Tensor, fan_out: list[int]) -> float:
     """The share of the outcomes that a cache of shape F_0..F_K would have held."""
-    held = torch.arange(table.shape[1] - 1) < torch.tensor(fan_out)[:, None]
-    return float(table[:, :-1][held].sum() / table.sum())
+    guesses = table[:, :-1]
+    number = torch.arange(guesses.shape[1])
+    held = number < torch.tensor(fan_out)[:, None]
+    hits = guesses[held].sum()
+    return float(hits / table.sum())
 
 
 def counted_acceptance_rate(table: torch.Tensor) -> float:
     """The maximum-likelihood a: tokens accepted / tokens verified, up to the first rejection."""
     times = table.sum(1).double()
-    accepted = float(times @ torch.arange(len(times)).double())
-    return accepted / (accepted + float(times[:-1].sum()))
+    k = torch.arange(len(times)).double()
+    accepted = float(times @ k)
+    rejected = float(times[:-1].sum())
+    return accepted / (accepted + rejected)
 
 
 def counted_miss_rates(table: torch.Tensor) -> list[float]:
     """The share of bonus tokens not among the draft's F likeliest, for F = 1..n."""
     times = table.sum(0).double()
-    return (1 - times.cumsum(0)[:-1] / times.sum()).tolist()
+    within = times.cumsum(0)[:-1]
+    rates = 1 - within / times.sum()
+    return rates.tolist()
 
 
 def fit_power_law(miss_rates: list[float]) -> float:
