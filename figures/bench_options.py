@@ -51,8 +51,7 @@ class BenchSettings(DecodingSettings):
 
 def draw_again() -> None:
     """Read the command line of figures.draw, then import it, and draw."""
-    parser = Parser(prog="python -m figures.draw", description="Draw figures again, from what "
-                    "bench.py --sweep --out has written.")
+    parser = Parser(description="Draw figures again, from what bench.py --sweep --out has written.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="results of --out (JSON)")
     parser.add_argument("--figures", default="figures", help="folder for the figures")
     args = parser.parse_args()

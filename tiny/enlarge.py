@@ -14,8 +14,7 @@ WIDTHS = [128 * 4 ** j for j in range(5)]  # of both included models, 128, and o
 
 
 def main() -> None:
-    parser = Parser(prog="python -m tiny.enlarge",
-                    description="Write a large checkpoint that writes an included model's text.")
+    parser = Parser(description="Write a large checkpoint that writes an included model's text.")
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--model", choices=("target", "draft"), default="target")
     parser.add_argument("--hidden-size", type=int, required=True, choices=WIDTHS)
