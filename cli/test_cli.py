@@ -633,7 +633,7 @@ def test_help_is_there_at_once(command, tmp_path):
     assert run.returncode == 0
     usage = f"usage: {command}" if command.endswith(".py") else f"usage: python {command}"
     assert "--lookahead" in run.stdout or usage in run.stdout
-    assert "-m" not in command or max(map(len, run.stdout.splitlines())) <= 80
+    assert "audit" not in command or max(map(len, run.stdout.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("content, expected", (
