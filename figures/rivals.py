@@ -15,7 +15,8 @@ OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule",
            "assistant_confidence_threshold")
 ASSISTANTS = [  # values of OPTIONS to try
     [20, "constant", 0.4], [5, "heuristic", 0.4],  # the default of transformers, and an older one
-    *([K, "constant", 0.0] for K in range(3, 9)), [5, "heuristic", 0.0], [6, "constant", 0.4]]
+    *([K, "constant", 0.0] for K in (3, 4, 5, 6, 8, 10)),
+    [5, "heuristic", 0.0], [6, "constant", 0.4]]
 
 
 logging.set_verbosity_error()  # of what `generate` asks of itself
