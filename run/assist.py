@@ -78,6 +78,10 @@ class DraftProcess:
             time.sleep(0.01)
         # PyTorch's hook would begin every line of a traceback with [rank0]
         with patch.dict(os.environ, LOOPBACK), patch.object(sys, "excepthook", sys.excepthook):
+            # Ranks meet under a group's number, and PyTorch counts one that failed to form, too. It
+            # counts from 0 again once a default group was left.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.destroy_process_group()
             placement.join({})
 
 

@@ -108,8 +108,8 @@ class Placement:
         except UserError as raised:
             problem = raised
         problems = gather(problem and str(problem)) if self.world_size > 1 else []
-        for others in filter(None, problems):
-            problem = problem or UserError(others)
+        for said in filter(None, problems):
+            problem = problem or UserError(said)
         if problem:
             raise problem
 
@@ -196,6 +196,7 @@ def in_turn() -> Iterator[None]:
     except RuntimeError as problem:
         if not is_gone(problem):
             raise
+        traceback.clear_frames(problem.__traceback__)  # they hold the group
         raise RuntimeError("another rank is gone: its own report says why") from None
     finally:
         IN_TURN.release()

@@ -51,7 +51,7 @@ def continue_texts(saguaro: Saguaro) -> list:
             saguaro.decoder.finish_reasons]
 
 
-def test_a_text_gives_a_text_and_texts_a_list_the_same_from_two_processes_and_from_one():
+def test_a_text_gives_a_text_and_texts_a_list_the_same_from_two_processes_and_from_one(monkeypatch):
     choices = dict(max_new_tokens=20, batch_size=2, fan_out="confident", dtype="float64")
     here = continue_texts(Saguaro(in_turns=True, **choices))
     found, heard, _, _, alone, reasons = here
@@ -59,6 +59,9 @@ def test_a_text_gives_a_text_and_texts_a_list_the_same_from_two_processes_and_fr
     tokens = Decoder(job.settings, job.load())(job.prompts)
     assert found == ["".join(text_pieces(job.tokenizer, *row)) for row in zip(job.prompts, tokens)]
     assert (heard, alone, reasons) == (found, found[0], ["length"])
+    with monkeypatch.context() as context, pytest.raises(RuntimeError):  # a group that has failed
+        context.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with Saguaro(**choices) as saguaro:
         assert continue_texts(saguaro) == here
 
@@ -90,12 +93,18 @@ def copy_of(name: str, tmp_path_factory, weights: bytes | None = None) -> Path:
     return folder
 
 
+def drafts_processes(of: psutil.Process) -> list[psutil.Process]:
+    """The drafts' processes that a process has started, and that have not ended."""
+    alive = [child for child in of.children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "-Pc" in child.cmdline()]
+
+
 def what_is_there() -> tuple[list, int, int, list]:
-    """Processes that this one has started, its threads and open files, and what lies in the
-    temporary folder."""
+    """Drafts' processes of this one, its threads and open files, and what lies in the temporary
+    folder."""
     this = psutil.Process()
-    processes = [child for child in this.children() if child.status() != psutil.STATUS_ZOMBIE]
-    return processes, this.num_threads(), this.num_fds(), os.listdir(tempfile.gettempdir())
+    files = os.listdir(tempfile.gettempdir())
+    return drafts_processes(this), this.num_threads(), this.num_fds(), files
 
 
 @slow
@@ -206,7 +215,7 @@ def test_the_drafts_process_ends_with_its_program(name, tmp_path):
     process = psutil.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE,
                            stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)})
     assert process.stdout.readline() == b"made\n"
-    drafts, = [child for child in process.children() if "-Pc" in child.cmdline()]
+    drafts, = drafts_processes(process)
     if sign:
         time.sleep(0.5)
         process.send_signal(sign)
@@ -299,7 +308,7 @@ def test_in_a_notebook_a_stopped_cell_costs_a_batch_and_the_kernels_end_leaves_n
                "print(saguaro('x') == here('x'))"
         assert run_cell(same) == "starting the draft's process anew ...\nTrue\n"
         kernel = psutil.Process(manager.provisioner.pid)
-        drafts, = [child for child in kernel.children() if "-Pc" in child.cmdline()]
+        drafts, = drafts_processes(kernel)
     finally:
         client.stop_channels()
         manager.shutdown_kernel()
