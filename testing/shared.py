@@ -129,13 +129,14 @@ def one_rank(given: tuple) -> tuple:
     return rank, result
 
 
-def in_ranks(count: int, job, *arguments, seconds: float = 200) -> list:
+def in_ranks(count: int, job, *arguments, seconds: float = 400) -> list:
     """What `job(*arguments)` returns (no tensors) in each of `count` processes with the environment
     of torchrun's ranks. `job` is a function of a module; each rank must import it."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+                   "OMP_NUM_THREADS": "1"}  # of several threads on busy cores each spins
     given = [(rank, environment, job, arguments) for rank in range(count)]
     with forks().Pool(count, maxtasksperchild=1) as pool:  # who is left at the end is killed
         answers = pool.imap_unordered(one_rank, given)
