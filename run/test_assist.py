@@ -306,7 +306,8 @@ def test_in_a_notebook_a_stopped_cell_costs_a_batch_and_the_kernels_end_leaves_n
         assert "KeyboardInterrupt" in run_cell("saguaro(['x'] * 5000)", seconds_until_stop=1)
         same = "here.decoder.num_batches = saguaro.decoder.num_batches; " \
                "print(saguaro('x') == here('x'))"
-        assert run_cell(same) == "starting the draft's process anew ...\nTrue\n"
+        # where the stop met `on_text`, the batch has ended on both sides, and the process stays
+        assert run_cell(same).removeprefix("starting the draft's process anew ...\n") == "True\n"
         kernel = psutil.Process(manager.provisioner.pid)
         drafts, = drafts_processes(kernel)
     finally:
