@@ -80,7 +80,8 @@ def through_slots(model: CausalLM, tokens: torch.Tensor) -> torch.Tensor:
     rejected = tokens[:, :3]
     with_rejected = torch.cat([tokens[:, :-3], rejected], 1)
     model.causal(with_rejected, torch.tensor([0]))
-    after_rejection = model.causal(tokens[:, -3:-2], torch.tensor([n - 3]))
+    third_last = tokens[:, -3:-2]
+    after_rejection = model.causal(third_last, torch.tensor([n - 3]))
     # the last two tokens in one pass, the later one first: in slots n + 2 and n
     later_first = tokens[:, -2:].flip(1)
     positions = torch.tensor([[n - 1, n - 2]], device=device)
@@ -104,9 +105,11 @@ def differ(logits: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0) 
     larger of `rounding` and a last digit. (In 15 families and four types sound models differ by at
     most 1.9 times the rounding, others by at least 15 times.)"""
     V = min(logits.shape[-1], expected.shape[-1])
+    logits = logits[..., :V]
+    expected = expected[..., :V]
     own_digit = torch.finfo(logits.dtype).eps
     least_digit = torch.finfo(torch.float32).eps  # norms are float32
     last_digit = max(own_digit, least_digit) * rms(expected)
     allowed = 8 * max(rounding, last_digit)
-    distance = rms(logits[..., :V] - expected[..., :V])
+    distance = rms(logits - expected)
     return not distance <= allowed  # so that NaN differs

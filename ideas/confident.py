@@ -53,15 +53,17 @@ class ConfidentDraft(DraftWorker):
                                                more than above, with the primary's a."""
         q_drafted = self.q[:, :-1].gather(-1, drafted)            # [B, K, 1]
         a = self.acceptance_rates[speculation.source].to(self.q)  # [B]
-        c = (1.5 * a - 0.5).clamp(min=0)[:, None, None]           # [B, 1, 1]
+        c = (1.5 * a - 0.5).clamp(min=0)                          # [B]
+        c = c[:, None, None]
         accepted = c + (1 - c) * q_drafted                        # [B, K, 1]
         if self.plan.backup != "neural":
             sent = torch.ones_like(q_drafted)  # of point masses
             if speculation.q.shape[-1]:
                 sent = speculation.q.gather(-1, drafted)          # [B, K, 1]
             of_backup = accepted.minimum(q_drafted / sent)
-            by_backup = to_device(speculation.source == BACKUP, self.q.device)
-            accepted = of_backup.where(by_backup[:, None, None], accepted)
+            is_backup = to_device(speculation.source == BACKUP, self.q.device)
+            is_backup = is_backup[:, None, None]                  # [B, 1, 1]
+            accepted = of_backup.where(is_backup, accepted)
         return accepted.squeeze(-1)
 
 
@@ -86,7 +88,8 @@ def likeliest(q: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor,
     likelihood = reached * (1 - pad(accepted, (0, 1)))     # [B, K+1] P(k)
     others = q.scatter(-1, drafted, 0.0)                   # [B, K+1, V]
     n = min(budget, q.shape[-1])
-    by_q = others.topk(n).values / others.sum(-1, keepdim=True)  # [B, K+1, n]
+    total = others.sum(-1, keepdim=True)                   # [B, K+1, 1]
+    by_q = others.topk(n).values / total                   # [B, K+1, n]
     by_q = by_q.nan_to_num()                               # 0 / 0: there is no other token
     by_rank = power_law(n, miss_exponent).to(q)            # [n]
     right = (by_q + by_rank) / 2                           # [B, K+1, n]

@@ -208,7 +208,8 @@ def gather(value: Any) -> list:
     text = json.dumps(value).encode()
     length = torch.tensor(len(text))
     dist.all_reduce(length, dist.ReduceOp.MAX)
-    padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(texts, padded)
+    padded = bytearray(text.ljust(int(length)))
+    message = torch.frombuffer(padded, dtype=torch.uint8)
+    texts = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, message)
     return [json.loads(bytes(text.tolist())) for text in texts]
