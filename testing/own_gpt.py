@@ -1,5 +1,6 @@
 """A model that is not transformers': any module that is called as theirs are."""
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -25,9 +26,10 @@ class OwnGPT(torch.nn.Module):
 
     def forward(self, input_ids, position_ids, attention_mask, past_key_values, **_):
         x = self.embedding(input_ids) + self.positions(position_ids)
-        parts = self.in_proj(3 * x).view(*input_ids.shape, 3, self.heads, -1)
+        parts = self.in_proj(3 * x).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         key, value = past_key_values.update(key, value, 0)
-        x = x + self.out_proj(torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attention_mask).transpose(1, 2).flatten(2))
-        return CausalLMOutput(logits=x @ self.embedding.weight.T)
+        attended = scaled_dot_product_attention(query, key, value, attention_mask)
+        x = x + self.out_proj(attended.transpose(1, 2).flatten(2))
+        logits = x @ self.embedding.weight.T
+        return CausalLMOutput(logits=logits)
