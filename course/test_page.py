@@ -98,7 +98,7 @@ def test_the_text_at_the_end_is_the_programs(name):
 
 # ---- theory ----
 
-def python_says(c, a, r, K, budget, b, backup):
+def python_says(c, a, r, K, budget, b, backup, **_):
     shape = cache.geometric_fan_out(budget, K, a, r)
     hits = cache.power_law_hit_rate(shape, a, r)
     E = cache.expected_tokens(a, K)
@@ -133,11 +133,9 @@ def test_presets_have_the_hits_and_tokens_that_were_measured():
     logs = {log["source"].split(";")[0] for log in TRACE["logs"].values()}
     assert {preset["source"] for preset in presets} == logs | {"figures/results.json"}
     for preset in presets:
-        shape = cache.geometric_fan_out(preset["budget"], preset["K"], preset["a"], preset["r"])
-        hits = cache.power_law_hit_rate(shape, preset["a"], preset["r"])
-        assert hits == pytest.approx(preset["hits"], abs=0.01), preset
-        tokens = cache.expected_tokens(preset["a"], preset["K"])
-        assert tokens == pytest.approx(preset["tokens"], rel=1e-6), preset
+        expected = python_says(**preset)
+        assert expected["hits"] == pytest.approx(preset["hits"], abs=0.01), preset
+        assert expected["E"] == pytest.approx(preset["tokens"], rel=1e-6), preset
 
 
 def test_every_slider_has_an_answer_at_both_ends():
@@ -234,10 +232,14 @@ def test_page_and_race_may_be_written_over_their_templates(tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_two_ranks_write_it(tmp_path):
-    in_ranks(2, page.main, PageSettings(device="cpu", pace=(0, 0), max_new_tokens=6, prompt=(
-        "x = '<\u00fc>'",), out=str(tmp_path / "page.html")))
-    written = (tmp_path / "page.html").read_text("utf-8")
-    trace = json.loads(re.search(r'application/json">(.*?)</script>', written)[1])
-    assert trace["prompt"] == "x = '<\u00fc>'" and len(trace["runs"]) == 6
-    assert all(sum(len(told["new"]) for told in run["rounds"]) == 6 for run in trace["runs"])
+    prompt = "x = '<\u00fc>'"
+    out = tmp_path / "page.html"
+    in_ranks(2, page.main, PageSettings(device="cpu", pace=(0, 0), max_new_tokens=6,
+                                        prompt=(prompt,), out=str(out)))
+    found = re.search(r'application/json">(.*?)</script>', out.read_text("utf-8"))
+    trace = json.loads(found[1])
+    assert trace["prompt"] == prompt
+    assert len(trace["runs"]) == 6
+    for run in trace["runs"]:
+        assert sum(len(told["new"]) for told in run["rounds"]) == 6
     assert (tmp_path / "race.svg").read_text("utf-8") == race(trace)
