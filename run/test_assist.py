@@ -72,17 +72,21 @@ def test_a_text_gives_a_text_and_texts_a_list_the_same_from_two_processes_and_fr
     dict(temperature=1.0, verification="race", fan_out="confident", backup="lookup", batch_size=2)))
 def test_a_saguaro_writes_and_counts_what_the_command_does(choices, tmp_path):
     choices |= dict(max_new_tokens=20, dtype="float64", lookahead=5)
+    prompts = tmp_path / "prompts"
+    out = tmp_path / "out"
     rows = [json.dumps({"prompt": text}) for text in TEXTS]
-    (tmp_path / "prompts").write_text("\n".join(rows), "utf-8")
+    prompts.write_text("\n".join(rows), "utf-8")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in choices.items()]
-    words += [f"--prompts={tmp_path / 'prompts'}", f"--output={tmp_path / 'out'}"]
+    words += [f"--prompts={prompts}", f"--output={out}"]
     subprocess.run([sys.executable, "saguaro.py", *words], cwd=ROOT, check=True)
-    _, *texts, last = map(json.loads, (tmp_path / "out").read_text("utf-8").splitlines())
+    lines = out.read_text("utf-8").splitlines()
+    _, *texts, last = map(json.loads, lines)
+    statistics = last["statistics"]
     with Saguaro(prompt=TEXTS, **choices) as saguaro:
         assert saguaro(TEXTS) == [text["text"] for text in texts]
         summary = saguaro.stats.summary()
-        assert [summary[name] for name in COUNTS] == [last["statistics"][name] for name in COUNTS]
-        assert saguaro.stats.guess_counts[0] == last["statistics"]["guess_counts"]
+        assert [summary[name] for name in COUNTS] == [statistics[name] for name in COUNTS]
+        assert saguaro.stats.guess_counts[0] == statistics["guess_counts"]
 
 
 def copy_of(name: str, tmp_path_factory, weights: bytes | None = None) -> Path:
