@@ -485,14 +485,20 @@ def test_target_and_draft_need_a_causal_lm_each():
 @pytest.mark.parametrize("ranks", (1, pytest.param(2, marks=slow)))
 def test_whoever_hears_the_tokens_may_end_a_text_or_fail(ranks):
     """The other rows go on, and all ranks are in step for the next batch."""
-    target = random_model()
-    here = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
-    ended, reasons, problem, rounds, whole = (
-        in_ranks(2, end_texts_from_outside)[0] if ranks == 2 else end_texts_from_outside(here))
-    assert list(map(len, whole)) == [20] * 3 and reasons == ["length", "stop", "length"]
-    assert [ended[0], ended[2]] == [whole[0], whole[2]]
-    assert ended[1] == whole[1][:len(ended[1])] and 1 < len(ended[1]) <= 6
-    assert (problem, rounds) == (("the client is gone", 3 * ["stop"]), 3)
+    if ranks == 2:
+        found, _ = in_ranks(2, end_texts_from_outside)
+    else:
+        target = random_model()
+        decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
+        found = end_texts_from_outside(decoder)
+    ended, reasons, problem, rounds, whole = found
+    assert [len(text) for text in whole] == [20] * 3
+    assert reasons == ["length", "stop", "length"]
+    stopped = ended[1]
+    assert 1 < len(stopped) <= 6
+    assert ended == [whole[0], whole[1][:len(stopped)], whole[2]]
+    assert problem == ("the client is gone", 3 * ["stop"])
+    assert rounds == 3
 
 
 def test_readmes_lines_decode_with_the_included_draft_and_with_ones_own(capsys):
@@ -567,8 +573,15 @@ def test_portings_lines_leave_nothing_behind_a_stop_string():
 def test_a_text_that_has_ended_is_not_ended_again():
     target = random_model()
     decoder = make_decoder(target, imitation(target, 0.15), max_new_tokens=20)
-    decoder.eos = [decoder(RAGGED[:1])[0][7]]
-    decoder(RAGGED[:1], lambda row, new, _: set(new) & set(decoder.eos) and decoder.stop(row))
+    [text] = decoder(RAGGED[:1])
+    eos = text[7]
+    decoder.eos = [eos]
+
+    def on_tokens(row: int, new: list[int], _) -> None:
+        if eos in new:
+            decoder.stop(row)
+
+    decoder(RAGGED[:1], on_tokens)
     assert decoder.finish_reasons == ["eos"]
     decoder.models.target.model = copy.copy(target)
     decoder.models.target.model.generation_config = SimpleNamespace(eos_token_id=decoder.eos)
@@ -1201,12 +1214,14 @@ def test_ranks_with_other_versions_of_transformers_write_no_text(pair):
 
 @slow
 def test_folders_and_files_may_lie_elsewhere_on_each_machine(pair, tmp_path):
-    shutil.copytree(pair[1], tmp_path / "target")
-    (tmp_path / "prompts").write_text('{"text": "def f(x):"}')
+    target = shutil.copytree(pair[1], tmp_path / "target")
+    prompts = tmp_path / "prompts"
+    prompts.write_text('{"text": "def f(x):"}')
     command = [*pair, "--mode", "sd", "--prompt", "def f(x):"]
-    other = [*pair[2:6], "--target", tmp_path / "target", "--prompts", tmp_path / "prompts",
-             *pair[-4:], "--mode", "sd", "--output", tmp_path / "out", "--device", "cpu"]
-    assert [status for status, _ in in_ranks(2, obey_own, [command, other])] == [0, 0]
+    other = [*pair[2:6], "--target", target, "--prompts", prompts, *pair[-4:],
+             "--mode", "sd", "--output", tmp_path / "out", "--device", "cpu"]
+    results = in_ranks(2, obey_own, [command, other])
+    assert [status for status, _ in results] == [0, 0]
 
 
 def load_a_fault(where: Path, faulty: int, of: str, mode: str) -> list[str]:
@@ -1649,16 +1664,18 @@ def test_the_committed_figures_are_those_of_the_committed_results(tmp_path):
     may choose other ticks), but for a last digit that depends on the processor."""
     folder = ROOT / "figures"
     redraw(folder / "results.json", folder / "growth.json", "--figures", tmp_path)
-    committed = sorted(folder.glob("*.svg"))
-    assert [file.name for file in committed] == sorted(file.name for file in tmp_path.glob("*"))
-    for file in committed:
-        old, new = [path.read_text("utf-8") for path in (file, tmp_path / file.name)]
+    names = sorted(file.name for file in folder.glob("*.svg"))
+    assert names == sorted(file.name for file in tmp_path.glob("*"))
+    words = re.compile(r"<text[^>]*>([^<]*[a-z]{2}[^<]*)<")
+    for name in names:
+        old = (folder / name).read_text("utf-8")
+        new = (tmp_path / name).read_text("utf-8")
         if f"Matplotlib v{matplotlib.__version__}" in old:
-            numbers = [[*map(float, NUMBER.findall(text))] for text in (old, new)]
+            old_numbers = [float(number) for number in NUMBER.findall(old)]
+            new_numbers = [float(number) for number in NUMBER.findall(new)]
             assert NUMBER.sub("", old) == NUMBER.sub("", new)
-            assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
-        words = [set(re.findall(r"<text[^>]*>([^<]*[a-z]{2}[^<]*)<", text)) for text in (old, new)]
-        assert words[0] == words[1]
+            assert old_numbers == pytest.approx(new_numbers, abs=1e-4)
+        assert set(words.findall(old)) == set(words.findall(new))
 
 
 def test_no_text_of_the_benchmark_is_decoded_twice():
@@ -1736,13 +1753,16 @@ def test_no_option_of_ssd_reaches_a_baseline(mode):
 def test_the_benchmark_counts_the_hits_of_other_caches_by_the_guesses_of_the_largest():
     """K = 1, guesses 0, 1 and none after 0 accepted, 0 and 2 after 1; of two texts round 0 hit in
     one. Without `first` the hits are those of the run itself."""
-    rows = [[RowRound(0, PRIMARY, [0], 0, 0, [0] * count)] for count in (1, 2, 1, 2, 1, 2, 1)]
-    stats = Stats(log=[TimedRound(number, 0, 1, row) for number, row in enumerate(rows)])
-    stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
-    hit, miss = [RowRound(0, source, [0], 0, 0, [0]) for source in (PRIMARY, BACKUP)]
+    hit = RowRound(0, PRIMARY, [0], 0, 0, [0])
+    miss = hit._replace(source=BACKUP)
     first = Stats()
     first.log.append(TimedRound(0, 0, 1, [miss, miss]))
     first.log.append(TimedRound(1, 0, 1, [hit, miss]))
+    stats = Stats()
+    for number, count in enumerate((1, 2, 1, 2, 1, 2, 1)):
+        row = hit._replace(new_tokens=[0] * count)
+        stats.log.append(TimedRound(number, 0, 1, [row]))
+    stats.guess_counts = [[[1, 1, 0, 0], [0, 0, 1, 0]], [[0, 0, 0, 1], [1, 0, 0, 0]]]
     shapes = {"1,1": 1 + 2, "2,1": 1 + 3, "2,3": 1 + 4, "0,2": 1 + 1, "0,0": 1}
     for fan_out, hits in shapes.items():
         settings = Settings(lookahead=1, fan_out=fan_out)
@@ -1762,8 +1782,9 @@ def test_the_benchmark_counts_in_few_runs(change, runs):
     """K, budget and tokens of the runs: where the largest cache tells the hits of all others,
     only round 0, all of whose guesses are for one outcome, has a run with this budget."""
     ran = []
-    stats = Stats(log=[TimedRound(number, 0, 1, [RowRound(0, PRIMARY, [0], 0, 0, [0])])
-                       for number in range(2)])
+    row = RowRound(0, PRIMARY, [0], 0, 0, [0])
+    log = [TimedRound(0, 0, 1, [row]), TimedRound(1, 0, 1, [row])]
+    stats = Stats(log=log)
     stats.guess_counts = [[[1] + [0] * 64] * 5, [[0] * 65] * 5]
 
     def decode(points, texts):
@@ -1813,7 +1834,8 @@ def test_the_benchmark_counts_predicts_and_measures():
 def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
     """Of K + 1 = 5 in a pre-speculation, of which the trunk is one, and K in a backup."""
     works = {"verify": 0.2, "trunk": 0.03, "tree": 0.06, "backup": 0.04}
-    stats = Stats(spans=[Span(0, work, 0.0, end, 1, None) for work, end in works.items()])
+    spans = [Span(0, work, 0.0, end, 1, None) for work, end in works.items()]
+    stats = Stats(spans=spans)
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), decode=lambda *_: [stats, stats],
                        texts=lambda *_: [])
     assert bench.times(Settings()) == pytest.approx((200, 18, 10))
@@ -1883,15 +1905,16 @@ def log_of(*texts: tuple[int, float]) -> list[TimedRound]:
 def test_the_benchmark_says_how_far_a_speed_may_be_off():
     """Of eight prompts two texts each: one of 2 tokens in a second, one of 4 in three. So the speed
     is 1.5, from which texts are half a token off, but prompts are not. A last batch lacks a row."""
-    short = (2, 1.0)
-    long = (4, 3.0)
-    log = log_of(*4 * [short], *4 * [long], *4 * [long], *4 * [short])
+    texts = 4 * [(2, 1.0)] + 4 * [(4, 3.0)]  # tokens and seconds of a text
+    log = log_of(*texts, *reversed(texts))
     log += [TimedRound(0, 0.0, 1.0, []), TimedRound(1, 0.0, 1.0, [])]
     decoded = bench_py.decoded_of(Stats(log=log), 1)
-    assert decoded.shape == (16, 2) and decoded.sum(0).tolist() == [48, 32]
+    assert decoded.shape == (16, 2)
+    assert decoded.sum(0).tolist() == [48, 32]
     by_text = bench_py.shares_of(decoded, [*range(16)])
-    assert by_text[:8] == pytest.approx(4 * [0.5 / 48] + 4 * [-0.5 / 48])
-    variance = 16 * (0.5 / 48) ** 2 / 15
+    share = 0.5 / 48
+    assert by_text[:8] == pytest.approx(4 * [share] + 4 * [-share])
+    variance = 16 * share ** 2 / 15
     error = bench_py.standard_error(1.5, by_text)
     assert error == pytest.approx(1.5 * (16 * variance) ** 0.5)
     by_prompt = bench_py.shares_of(decoded, 2 * [*range(8)])
@@ -1914,7 +1937,12 @@ def test_a_speed_is_the_median_of_turns():
     point = bench_py.Point("generate", 0, {"mode": "ar"}, threads=2, assistant=assistant)
     prompts = [[1], [2]]
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=prompts)
-    bench.decode = lambda points, texts: [Stats(log=log)] * (texts == 3 * prompts)
+
+    def decode(points, texts):
+        assert texts == 3 * prompts
+        return [Stats(log=log)]
+
+    bench.decode = decode
     [f] = bench.measure([point], prompts, 3)
     assert (f["tokens/s"], f["least"], f["most"]) == (3, 2, 4)
     assert f["by turn"] == [2, 4, 3]
@@ -2123,7 +2151,8 @@ def test_the_screen_says_how_long_the_comparison_without_a_pace_takes(capsys):
     bench.decode = lambda points, texts: [stats] * len(texts)
     bench_py.say_how_long(bench, [0.0])
     tried = 1 + len(ASSISTANTS) + 1 + 7 + 21 + 21
-    minutes = (2 * tried * 48 / 160 + 6 * 8 * 3) * 6 / 60
+    texts = 2 * tried * 48 / 160 + 6 * 8 * 3  # of 160 tokens
+    minutes = texts * 6 / 60
     assert capsys.readouterr().out == f"  about {minutes:.0f} minutes\n"
 
 
