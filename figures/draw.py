@@ -131,10 +131,7 @@ def timeline(found: list[dict], axes) -> None:
 def draw_work(ax, spans: list[tuple], begin: float) -> None:
     """A bar for each (work, start, stop), in seconds after `begin`."""
     for lane, works, colour, hatch in WORK:
-        bars = []
-        for work, start, stop in spans:
-            if work in works:
-                bars.append((start - begin, stop - start))
+        bars = [(start - begin, stop - start) for work, start, stop in spans if work in works]
         ax.broken_barh(bars, (lane - 0.3, 0.6), facecolor=colour, hatch=hatch, edgecolor="white",
                        linewidth=0.4)
 
@@ -236,18 +233,15 @@ def frontier(found: list[dict], axes) -> None:
     """Fig. 7: speed for a user and speed per device at batch 1 to 16. Left: this pair, each point
     at the K that is best at its size; here a pass takes as long for 16 rows as for one. Right: the
     pair of the log."""
-    logs = json.loads((ROOT / "figures/logs.json").read_text("utf-8"))
-    for ax, rows in zip(axes, (found, h100_rows(logs["h100"]))):
+    logged = h100_rows(read_logs()["h100"])
+    for ax, rows in zip(axes, (found, logged)):
         for f in rows:
             f[USER] = f["tokens/s"] / f["batch size"]
             f[OWNER] = f["tokens/s"] / DEVICES[f["name"]]
         draw_lines(ax, rows, USER, OWNER)
         join_batches(ax, [f for f in rows if f["predicted"]])
         users, owners = columns(rows, USER, OWNER)
-        left = -0.06 * max(users)
-        lowest = min(owners) / 1.5
-        highest = max(owners) * 4
-        ax.set(xlim=(left, None), ylim=(lowest, highest))
+        ax.set(xlim=(-0.06 * max(users), None), ylim=(min(owners) / 1.5, max(owners) * 4))
         ax.set_yscale("log", base=2)
         ax.yaxis.set_major_formatter("{x:g}")
     paced = any(f.get("pace_kept") for f in found)
@@ -269,6 +263,11 @@ def join_batches(ax, rows: list[dict]) -> None:
         ax.plot(users, owners, ":", color=GREY, linewidth=0.8, zorder=0)
         ax.annotate(f"batch {b}", first, (-7, 0), textcoords="offset points",
                     ha="right", va="center", color=GREY)
+
+
+def read_logs() -> dict[str, dict]:
+    """The logs of rounds on GPUs, as published, by name."""
+    return json.loads((ROOT / "figures/logs.json").read_text("utf-8"))
 
 
 def verification_fit(log: dict) -> LinearRegression:
@@ -309,16 +308,14 @@ def h100_rows(log: dict) -> list[dict]:
 def growth(found: list[dict], axes) -> None:
     """The passes of a round while one size grows."""
     first = found[0]
-    K = first["lookahead"]
-    budget = first["budget"]
-    passes = {name.format(K + 1, budget): colour for name, colour in PASSES.items()}
     lowest = first["sampling"] / 60  # leaves room for a legend
     for ax, axis in zip(axes, ("context", "batch size", "vocabulary")):
         rows = [f for f in found if f["name"] == axis]
-        for name, colour in passes.items():
-            ax.loglog(*columns(rows, axis, name), ".-", color=colour)
+        for name, colour in PASSES.items():
+            name = name.format(first["lookahead"] + 1, first["budget"])
+            ax.loglog(*columns(rows, axis, name), ".-", color=colour, label=name)
         ax.set(xlabel=axis, ylabel="ms", ylim=(lowest, None))
-    axes[0].legend([*passes], loc="lower left")
+    axes[0].legend(loc="lower left")
 
 
 SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual": one_position,
@@ -328,6 +325,7 @@ SPECIAL = {"timeline": timeline, "fan-out": fan_out, "noise": noise, "residual":
 def figures_of(path: str, folder: str) -> None:
     """Draw all figures that a file of results has rows of."""
     rows = json.loads(Path(path).read_text("utf-8"))["results"]
-    sweeps = {row["sweep"] for row in rows}
-    for name in TITLES.keys() & sweeps:
-        figure(folder, name, [row for row in rows if row["sweep"] == name])
+    for name in TITLES:
+        found = [row for row in rows if row["sweep"] == name]
+        if found:
+            figure(folder, name, found)

@@ -32,11 +32,8 @@ def growth(bench) -> list[dict]:
     the rounds end in hits alone: where T_p > 1 other rounds take T_p + T_b here, not 1 + T_b."""
     settings = bench.settings
     device = bench.job.placement.device
-    shapes = SHAPES[device.type]
-    sizes = GROWTH
-    if settings.quick:
-        shapes = [(64, 64, 1, 2, 1)] * 2
-        sizes = GROWTH[:1]
+    shapes = 2 * [(64, 64, 1, 2, 1)] if settings.quick else SHAPES[device.type]
+    sizes = GROWTH[:1] if settings.quick else GROWTH
     models = [random_model(shape, bench.job.dtype, device) for shape in shapes]
     found = []
     for axis, context, rows, vocab_size in tqdm(sizes, "growth"):
@@ -108,8 +105,6 @@ def milliseconds(work: Callable, *inputs) -> float:
     """Return how long this takes, the median of three, until [0] of what it returns is there.
     Copying a few numbers waits for all."""
     def wait() -> None:
-        outputs = work(*inputs)
-        outputs[0][..., :1].cpu()
+        work(*inputs)[0][..., :1].cpu()
 
-    seconds = repeat(wait, number=1, repeat=3)
-    return 1000 * median(seconds)
+    return 1000 * median(repeat(wait, number=1, repeat=3))

@@ -12,9 +12,7 @@ import torch
 def counted_hit_rate(table: torch.Tensor, fan_out: list[int]) -> float:
     """The share of the outcomes that a cache of shape F_0..F_K would have held."""
     guesses = table[:, :-1]
-    number = torch.arange(guesses.shape[1])
-    held = number < torch.tensor(fan_out)[:, None]
-    hits = guesses[held].sum()
+    hits = sum(row[:F].sum() for row, F in zip(guesses, fan_out))
     return float(hits / table.sum())
 
 
@@ -31,8 +29,7 @@ def counted_miss_rates(table: torch.Tensor) -> list[float]:
     """The share of bonus tokens not among the draft's F likeliest, for F = 1..n."""
     times = table.sum(0).double()
     within = times.cumsum(0)[:-1]
-    rates = 1 - within / times.sum()
-    return rates.tolist()
+    return (1 - within / times.sum()).tolist()
 
 
 def fit_power_law(miss_rates: list[float]) -> float:

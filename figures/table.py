@@ -20,11 +20,9 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]
     widest, *widths = [max(map(len, column)) for column in zip(*lines)]
     print(f"\n{title}", flush=True)
     for first, *others in lines:
-        padded = map(str.rjust, others, widths)
-        print("", first.ljust(widest), *padded)
-    kept = [row.get("pace_kept") for row in rows]
-    paced = [share for share in kept if share is not None]
-    if paced and min(paced) < KEPT:
+        print("", first.ljust(widest), *map(str.rjust, others, widths))
+    kept = [row["pace_kept"] for row in rows if row.get("pace_kept") is not None]
+    if kept and min(kept) < KEPT:
         print(TOO_SLOW)
 
 
