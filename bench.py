@@ -36,7 +36,7 @@ import transformers
 from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, throughput
-from cli.settings import ROOT, Settings, open_for_writing
+from cli.settings import Settings, open_for_writing
 from engine.errors import UserError
 from figures import draw
 from figures.bench_options import SWEEPS, BenchSettings
@@ -53,14 +53,12 @@ from sampling import Sampler, residual, saguaro_distribution
 
 GREEDY = (16, 3)    # (prompts, samples of each) of the comparison at temperature 0,
 SAMPLED = (16, 8)   # and above
-FEW = (12, 2)       # to choose K, and of figures that are not in TEXTS
+FEW = (12, 2)       # to choose K
+MANY = (16, 6)      # of figures that are not in TEXTS
 UNPACED = (8, 1)    # of the comparison without a pace,
 TURNS = 3           # each text so often
 SCREENED = 48       # tokens of the texts that choose each line's settings
-MOST_MEASURED = 48  # texts of a figure
-ENOUGH = 8  # prompts: of 4 an interval of one standard error covers 0.59 instead of 0.68
-TEXTS = {"timeline": (1, 1), "fan-out": (16, 6), "shape": (16, 6), "noise": (16, 6),
-         "downweight": (16, 6), "batch": (16, 6), "frontier": (16, 1)}
+TEXTS = {"timeline": (1, 1), "frontier": (16, 1), "lookahead": FEW}
 UNPACED_LINES = ("AR", "SD", "SSD", "SD, block", "SSD, race", "everything together")
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
 LOOKAHEADS = range(1, 11)  # among which each line of the comparison has its best
@@ -71,6 +69,7 @@ COMPARED = ("tokens/s", "standard error", "/ AR", "/ SD", "error of / SD", "/ SD
             "by Theorem 7")
 IN_TURNS = ("assistant", "threads", "tokens/s", "least", "most", "/ AR", "/ SD", "error of / SD")
 Metrics = dict[str, Any]  # see `row_of`
+Texts = list[list[int]]  # of token ids
 
 
 class Point(NamedTuple):
@@ -98,64 +97,56 @@ class Bench:
         self.all_cores = cores_of(0, 1)
         # of a command of one process: one thread, or as many as it takes
         self.thread_counts = sorted({1, threads_for(len(self.all_cores), 1)})
-        self.job = Job(settings)
-        check_lengths(self.job)
-        if self.job.placement.world_size != 2:
+        self.job = job = Job(settings)
+        check_lengths(job)
+        if job.placement.world_size != 2:
             raise UserError("bench.py measures one target rank and one draft rank: start two, or "
                             "compare runs of saguaro.py --prompts FILE with every --mode")
-        self.leads = self.job.placement.rank == 0
-        sizes = [config.get_text_config().vocab_size
-                 for config in (self.job.target_config, self.job.draft_config)]
-        self.may_assist = sizes[0] == sizes[1]  # else `generate` refuses
-        self.models = self.job.load()
-        draft = self.job.load_draft() if self.leads else self.models.draft
+        self.leads = job.placement.rank == 0
+        draft_config = job.draft_config.get_text_config()
+        # else `generate` refuses
+        self.may_assist = draft_config.vocab_size == job.vocab_size
+        self.models = job.load()
+        draft = job.load_draft() if self.leads else self.models.draft
         self.sd_models = self.models._replace(placement=None, draft=draft)
         self.own_cores = cores_of(0, 1)
         self.own_threads = torch.get_num_threads()
-        self.prompts = self.job.prompts
+        self.prompts = job.prompts
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
         decoder = Decoder(largest, self.sd_models)  # makes buffers, with graphs, for all points
         if self.leads:
-            decoder.target.model.allocate(max(SLOWER), self.job.max_length, largest.lookahead)
-        decoder.draft.start(max(SLOWER) * [[0]], self.job.max_length)  # reads nothing
+            decoder.target.model.allocate(max(SLOWER), job.max_length, largest.lookahead)
+        decoder.draft.start(max(SLOWER) * [[0]], job.max_length)  # reads nothing
         self.stats = {}  # of what was decoded: by way, as JSON, and number of texts
 
-    def texts(self, num_prompts: int, samples: int) -> list[list[int]]:
+    def texts(self, num_prompts: int, samples: int) -> Texts:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
         differ. Short prompts are used up sooner."""
         texts = []
         for sample in range(1 if self.settings.quick else samples):
-            for prompt in self.prompts[:num_prompts]:
-                length = len(prompt) - 8 * sample
-                if length > 0:
-                    texts.append(prompt[:length])
+            longer = [prompt for prompt in self.prompts[:num_prompts] if len(prompt) > 8 * sample]
+            texts += [prompt[:len(prompt) - 8 * sample] for prompt in longer]
         return texts
 
-    @property
-    def paced(self) -> bool:
-        return any(self.settings.pace)
-
-    def other_texts(self) -> list[list[int]]:
+    def other_texts(self) -> Texts:
         """Return two texts that the table without a pace does not measure."""
-        last = self.prompts[-2:]
-        return [prompt[:-8] or prompt for prompt in last]
+        return [prompt[:-8] or prompt for prompt in self.prompts[-2:]]
 
-    def count(self, point: Point, texts: list[list[int]]) -> Metrics:
+    def count(self, point: Point, texts: Texts) -> Metrics:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
         paced, and rows share passes."""
         settings = self.settings_of(point)
         point = point.but(pace=(0.0, 0.0), batch_size=8)
-        if not largest_tells(settings):
-            [stats] = self.decode([point], texts)
-            return counts_of(settings, stats)
-        point = point.but(**BASELINE).but(mode="ssd", acceptance_rate=0.8, miss_exponent=1.0)
-        budget = sum(make_plan(settings).fan_out[PRIMARY])  # SD's is 0
-        # what round 0 guesses depends on the budget alone
-        first = point.but(lookahead=1, budget=budget, max_new_tokens=2)
-        stats, of_first = self.decode([point.but(budget=LARGEST), first], texts)
-        return counts_of(settings, stats, of_first)
+        points = [point]
+        if largest_tells(settings):
+            point = point.but(**BASELINE).but(mode="ssd", acceptance_rate=0.8, miss_exponent=1.0)
+            budget = sum(make_plan(settings).fan_out[PRIMARY])  # SD's is 0
+            # what round 0 guesses depends on the budget alone
+            first = point.but(lookahead=1, budget=budget, max_new_tokens=2)
+            points = [point.but(budget=LARGEST), first]
+        return counts_of(settings, *self.decode(points, texts))
 
-    def predict(self, point: Point, texts: list[list[int]]) -> Metrics:
+    def predict(self, point: Point, texts: Texts) -> Metrics:
         """Return the row of a point by theory, from what is counted and how long its pieces of work
         take."""
         settings = self.settings_of(point)
@@ -178,22 +169,19 @@ class Bench:
         if target:
             return target, draft, draft
         K = self.settings.lookahead
-        changes = {"lookahead": K, "batch_size": settings.batch_size,
-                   "temperature": settings.temperature, "backup": "neural"}
+        changes = {"batch_size": settings.batch_size, "temperature": settings.temperature,
+                   "backup": "neural"}
         points = [Point("", 0, changes | {"budget": n}) for n in (max(1, settings.budget), 0)]
         with_cache, without = self.decode(points, self.texts(max(3, settings.batch_size), 1))
         ahead = median_ms(with_cache, "trunk", "tree")
-        backup = median_ms(without, "backup")
-        return median_ms(with_cache, "verify"), ahead / (K + 1), backup / K
+        return median_ms(with_cache, "verify"), ahead / (K + 1), median_ms(without, "backup") / K
 
-    def measure(self, points: list[Point], texts: list[list[int]], turns: int = 1) -> list[Metrics]:
+    def measure(self, points: list[Point], texts: Texts, turns: int = 1) -> list[Metrics]:
         """Return the rows of these points as measured, on the texts in so many turns."""
         texts = turns * texts
         prompts = [self.prompt_of(text) for text in texts]
-        rows = []
-        for point, stats in zip(points, self.decode(points, texts)):
-            rows.append(measured_row(point, self.settings_of(point), stats, prompts, turns))
-        return rows
+        return [measured_row(point, self.settings_of(point), stats, prompts, turns)
+                for point, stats in zip(points, self.decode(points, texts))]
 
     def prompt_of(self, text: list[int]) -> int:
         """Return the number of the prompt with which a text begins."""
@@ -201,22 +189,13 @@ class Bench:
         return beginnings.index(text)
 
     def settings_of(self, point: Point) -> Settings:
-        changes = point.changes
-        slower = SLOWER[changes.get("batch_size", 1)]
+        slower = SLOWER[point.changes.get("batch_size", 1)]
         pace = [slower * ms for ms in self.settings.pace]
         always = {"ignore_eos": True, "max_new_tokens": self.settings.max_new_tokens, "pace": pace}
-        if changes.get("mode", "ssd") != "ssd":
-            changes = changes | BASELINE
-        return self.settings.to_settings(**always | changes)
+        baseline = {} if point.changes.get("mode", "ssd") == "ssd" else BASELINE
+        return self.settings.to_settings(**always | point.changes | baseline)
 
-    def verification_alone(self, point: Point) -> float:
-        """Return how many ms a verification of SSD takes while the draft is idle. Beside one at
-        work it takes longer, where two cores share what both need."""
-        alone = point._replace(in_turns=True)
-        [stats] = self.decode([alone], self.texts(*UNPACED))
-        return 1000 * stats.mean_seconds("verify")
-
-    def decode(self, points: list[Point], texts: list[list[int]]) -> list[Stats]:
+    def decode(self, points: list[Point], texts: Texts) -> list[Stats]:
         """Return the statistics of every point. No point is decoded twice."""
         keys = []
         for point in points:
@@ -226,8 +205,7 @@ class Bench:
         if new:
             ways = [json.loads(key)[:-1] for key in new]
             gather([ways, texts])  # rank 1 hears of it
-            found = self.take_turns(ways, texts)
-            self.stats |= dict(zip(new, found))
+            self.stats |= zip(new, self.take_turns(ways, texts))
         return [self.stats[key] for key in keys]
 
     def assist(self) -> None:
@@ -237,7 +215,7 @@ class Bench:
             self.take_turns(*asked)
             asked = gather(None)[0]
 
-    def take_turns(self, ways: list[list], texts: list[list[int]]) -> list[Stats]:
+    def take_turns(self, ways: list[list], texts: Texts) -> list[Stats]:
         """Decode in these ways, each given as (settings, in turns, threads, assistant): in all of
         them the first batch, then the next, so that what disturbs the machine disturbs all. Returns
         their statistics."""
@@ -271,7 +249,7 @@ class Bench:
                 os.sched_setaffinity(0, self.all_cores if threads else self.own_cores)
         torch.set_num_threads(threads or self.own_threads)
 
-    def decoder(self, settings: Settings, in_turns: bool, texts: list[list[int]]) -> Decoder:
+    def decoder(self, settings: Settings, in_turns: bool, texts: Texts) -> Decoder:
         """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
         overlaps = settings.mode == "ssd" and not in_turns
         decoder = Decoder(settings, self.models if overlaps else self.sd_models)
@@ -313,9 +291,8 @@ def counts_of(settings: Settings, stats: Stats, first: Stats | None = None) -> M
     counts["guess_counts"] = torch.tensor(stats.guess_counts)  # [2, K+1, n+1]
     if first:
         table = counts["guess_counts"].sum(0)
-        plan = make_plan(settings)
         later = int(table.sum())
-        hits = later * counted_hit_rate(table, plan.fan_out[PRIMARY])
+        hits = later * counted_hit_rate(table, make_plan(settings).fan_out[PRIMARY])
         texts = sum(len(timed.rows) for timed in first.log if timed.number == 0)
         hits += texts * first.summary()["hit_rate"]
         counts["hit_rate"] = hits / (later + texts)
@@ -336,11 +313,10 @@ def measured_row(point: Point, settings: Settings, stats: Stats, prompts: list[i
     speed = median(speeds)
     shares = shares_of(decoded, prompts[::rows])
     parts = stats.summary() | {
-        "T_v in ms": None, "threads": point.threads, "assistant": point.assistant,
+        "T_v in ms": ratio(stats.mean_seconds("verify"), slower / 1000),
+        "threads": point.threads, "assistant": point.assistant,
         "by turn": speeds, "least": min(speeds), "most": max(speeds), "shares": shares,
         "standard error": standard_error(speed, shares)}
-    if point.assistant is None:
-        parts["T_v in ms"] = 1000 * stats.mean_seconds("verify") / slower
     return row_of(point, settings, parts, speed)
 
 
@@ -354,29 +330,26 @@ def decoded_of(stats: Stats, rows: int) -> torch.Tensor:
         elif len(timed.rows) == rows:
             decoded[-1][0] += sum(len(row.new_tokens) for row in timed.rows)
             decoded[-1][1] += timed.seconds
-    full = [batch for batch in decoded if batch != [0, 0.0]]
-    return torch.tensor(full, dtype=torch.float64)
+    return torch.tensor([batch for batch in decoded if any(batch)], dtype=torch.float64)
 
 
 def shares_of(decoded: torch.Tensor, prompts: list[int]) -> list[float]:
     """Return by which share of the speed each prompt changes it: its tokens above those that this
     speed has in its time, of all tokens. `decoded` `[batches, 2]` begin with texts of `prompts`."""
+    tokens, seconds = decoded.T
+    speed = tokens.sum() / seconds.sum()
+    shares = (tokens - speed * seconds) / tokens.sum()  # of each batch
     numbers = torch.tensor(prompts[:len(decoded)])
     _, place = numbers.unique(return_inverse=True)
-    by_prompt = decoded.new_zeros(int(place.max()) + 1, 2)
-    tokens, seconds = by_prompt.index_add(0, place, decoded).T
-    speed = tokens.sum() / seconds.sum()
-    above = tokens - speed * seconds
-    return (above / tokens.sum()).tolist()
+    return place.bincount(shares).tolist()
 
 
 def standard_error(value: float, shares: list[float]) -> float | None:
     """Return the standard error of a speed, or of a ratio of two, by the shares in which prompts
     change it. Prompts are the unit, since texts of one are alike. Of few it would be too small."""
-    n = len(shares)
-    if n < ENOUGH:
+    if len(shares) < 8:  # of 4 an interval of one standard error covers 0.59 instead of 0.68
         return None
-    return value * stdev(shares) * n ** 0.5
+    return value * stdev(shares) * len(shares) ** 0.5
 
 
 def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None = None) -> Metrics:
@@ -385,6 +358,9 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
     row has the speed that Theorem 7, or in a batch Corollary 16, predicts."""
     rows = settings.batch_size
     hits = parts["hit_rate"]
+    T_v = parts["T_v in ms"]  # None: `generate` is not looked into
+    by_theorem_7 = ratio(1000 * rows * theorem_7(parts, rows), T_v)
+    shown = by_theorem_7 if speed is None else speed
     metrics = parts | {
         "name": point.name, "value": point.value, "predicted": speed is None, "with": point.changes,
         "hit_rate": hits if settings.mode == "ssd" else None,  # None: no line
@@ -392,16 +368,11 @@ def row_of(point: Point, settings: Settings, parts: Metrics, speed: float | None
         "top_p": settings.top_p if settings.top_p < 1 else None,
         "budget": settings.budget, "temperature": settings.temperature, "batch size": rows,
         "backup": settings.backup, f"hit rate, {settings.backup} backup": hits,
-        "tokens/s": speed, "Theorem 7": None}
-    T_v = parts["T_v in ms"]
-    if T_v is None:  # `generate` is not looked into
-        return metrics
-    by_theorem_7 = 1000 * rows * theorem_7(parts, rows) / T_v
-    shown = by_theorem_7 if speed is None else speed
-    return metrics | {
-        "tokens/s": shown, "Theorem 7": by_theorem_7,
-        "tokens a verification": shown / rows * T_v / 1000,  # of one row
-        "measured / Theorem 7": ratio(speed, by_theorem_7)}
+        "tokens/s": shown, "Theorem 7": by_theorem_7}
+    if T_v:
+        metrics["tokens a verification"] = shown / rows * T_v / 1000  # of one row
+        metrics["measured / Theorem 7"] = ratio(speed, by_theorem_7)
+    return metrics
 
 
 # ---- the comparison ----
@@ -410,19 +381,22 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     """Measure AR, SD and SSD: at a pace each with the K that is best by theory, without one beside
     transformers' `generate`, each with the settings that are fastest on other texts."""
     points = compared_points(bench, temperature)
-    columns = COMPARED
-    if bench.paced:
+    if any(bench.settings.pace):
+        columns = COMPARED
         points = [at_best_lookahead(bench, point, bench.texts(*FEW)) for point in points]
         size = SAMPLED if temperature else GREEDY
         found = bench.measure(points, bench.texts(*size))
     else:
         columns = IN_TURNS
         points = [fastest_of(bench, candidates(bench, point)) for point in points]
-        found = bench.measure(points, bench.texts(*UNPACED), TURNS)
+        texts = bench.texts(*UNPACED)
+        found = bench.measure(points, texts, TURNS)
         for f, point in zip(found, points):
             if f["threads"] is None:
                 f["threads"] = 2 * [bench.own_threads]
-                f["T_v alone"] = bench.verification_alone(point)
+                # beside a draft at work it takes longer, where two cores share what both need
+                [alone] = bench.decode([point._replace(in_turns=True)], texts)
+                f["T_v alone"] = 1000 * alone.mean_seconds("verify")
     by_name = {f["name"]: f for f in found}
     for f in found:
         f |= compared(f, by_name)
@@ -468,7 +442,7 @@ def compared_points(bench: Bench, temperature: float) -> list[Point]:
     lines["everything together"] = together
     common = {"temperature": temperature, "lookahead": bench.settings.lookahead}
     points = [Point(name, temperature, common | changes) for name, changes in lines.items()]
-    if bench.paced:
+    if any(bench.settings.pace):
         return points
     ar, *others = [point for point in points if point.name in UNPACED_LINES]
     rivals = [ar._replace(name="generate", assistant=[])]
@@ -524,8 +498,8 @@ def command_of(bench: Bench, f: Metrics) -> str:
     """Return the command that decodes as a row does."""
     if f["assistant"] is not None:
         return f"{f['name']} {f['assistant']}, with {f['threads']} threads"
-    changes = f["with"] | {"pace": (0.0, 0.0)}
-    command = command_line(bench.settings.to_settings(**changes))
+    settings = bench.settings.to_settings(**f["with"] | {"pace": (0.0, 0.0)})
+    command = command_line(settings)
     if f["threads"] == 1 < bench.thread_counts[-1]:
         return f"OMP_NUM_THREADS=1 {command}"
     return command
@@ -542,7 +516,7 @@ def command_line(settings: Settings) -> str:
     return command
 
 
-def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Point:
+def at_best_lookahead(bench: Bench, point: Point, texts: Texts) -> Point:
     """Return this point with the K that is fastest by Theorem 7, or in a batch by Corollary 16. At
     a pace every launch finds the same K. A pre-speculation is taken to be a tenth longer than its
     passes. AR has no K, and a quick run keeps the point's."""
@@ -560,7 +534,7 @@ def at_best_lookahead(bench: Bench, point: Point, texts: list[list[int]]) -> Poi
 
 def sweep(bench: Bench, name: str) -> list[Metrics]:
     """Predict and measure the points of a figure, and add the lists that it shows."""
-    texts = bench.texts(*TEXTS.get(name, FEW))
+    texts = bench.texts(*TEXTS.get(name, MANY))
     sweeps = sweep_points(bench.settings, len(bench.prompts))
     to_predict, to_measure = sweeps[name]
     if name == "shape":  # for each temperature the best shape, by the a and r counted there
@@ -573,7 +547,7 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     if name == "frontier":  # each point at its best K
         to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
-    texts = texts[:MOST_MEASURED]
+    texts = texts[:48]  # at most so many are measured
     measured = bench.measure(to_measure, texts)
     print_table(name, ("value", "predicted", *COLUMNS), found + measured)
     for f in found:
@@ -636,26 +610,23 @@ def one_position(bench: Bench) -> list[Metrics]:
     C = 0.2
     sampler = Sampler(bench.settings.temperature or 1.0)
     prompt = torch.tensor(bench.prompts[:1])
-    start = torch.tensor([0])
     distributions = []
     for model in (bench.sd_models.target, bench.sd_models.draft):
-        logits = model.causal(prompt.to(model.device), start)
+        logits = model.causal(prompt.to(model.device), torch.tensor([0]))
         distributions.append(sampler.probabilities(logits)[0].cpu())
     p, q = distributions                   # [n, V]
+    sigma = saguaro_distribution(q, guesses, C)
+    moved = residual(p, sigma) - residual(p, q)
     likeliest = q.topk(6).indices          # [n, 6]
-    drafts = {"C = 1": q, f"C = {C}": saguaro_distribution(q, guesses, C)}
-    residuals = {name: residual(p, drafted) for name, drafted in drafts.items()}
-    before, after = [of_all.gather(1, likeliest[:, :guesses]).sum(1)
-                     for of_all in residuals.values()]  # [n]
-    place = (after - before).argmax()
+    place = moved.gather(1, likeliest[:, :guesses]).sum(1).argmax()
     shown = likeliest[place]
     tokens = [repr(bench.job.tokenizer.decode([token])) for token in shown]
     found = []
-    for name, drafted in drafts.items():
+    for name, drafted in (("C = 1", q), (f"C = {C}", sigma)):
         found.append({"name": name, "guesses": guesses, "tokens": tokens,
                       "target's p": p[place, shown].tolist(),
                       "draft's q": drafted[place, shown].tolist(),
-                      "residual": residuals[name][place, shown].tolist()})
+                      "residual": residual(p, drafted)[place, shown].tolist()})
     return found
 
 
@@ -666,18 +637,16 @@ def compare_with_logs() -> None:
     """Print how long the rounds of published logs take by Corollary 16, and as measured."""
     columns = ("T", "b", "K", "F", "p_hit", "E_hit", "E_miss", "verification", "round",
                "by Cor. 16", "difference", "tokens/s", "tokens/s by it")
-    logs = json.loads((ROOT / "figures/logs.json").read_text("utf-8"))
-    for log in logs.values():
+    for log in draw.read_logs().values():
         for f in log["rounds"]:
-            b = f["b"]
             p = f["p_hit"]
             T_v = f["verification"]
             tokens = p * f["E_hit"] + (1 - p) * f["E_miss"]
             speed = throughput(p, f["E_hit"], f["E_miss"], f["pre-speculation"] / T_v,
-                               f["backup"] / T_v, b) / T_v
-            predicted = tokens / speed
-            f |= {"by Cor. 16": predicted, "difference": f["round"] - predicted,
-                  "tokens/s by it": 1000 * b * speed}
+                               f["backup"] / T_v, f["b"]) / T_v
+            f["by Cor. 16"] = tokens / speed
+            f["difference"] = f["round"] - f["by Cor. 16"]
+            f["tokens/s by it"] = 1000 * f["b"] * speed
         print_table(f"{log['pair']}; times in ms", columns, log["rounds"])
         fit = draw.verification_fit(log)
         print(f"  a verification of n tokens: {fit.intercept:.2f} + {fit.slope:.3f} n ms")
@@ -685,25 +654,22 @@ def compare_with_logs() -> None:
 
 def machine(bench: Bench) -> dict[str, Any]:
     """Return what was measured, on what and when."""
-    settings = bench.settings
     job = bench.job
-    num_gpus = torch.cuda.device_count()
-    models = [Path(name).parts[-2:] for name in (settings.target, settings.draft)]
+    names = (bench.settings.target, bench.settings.draft)
     return {"date": str(date.today()), "machine": platform.platform(), "processor": processor(),
             "cores": len(bench.all_cores), "python": platform.python_version(),
             "torch": torch.__version__, "transformers": transformers.__version__,
-            "gpus": [torch.cuda.get_device_name(n) for n in range(num_gpus)],
+            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
             "ranks": job.placement.devices, "dtype": str(job.dtype),
-            "models": ["/".join(parts) for parts in models]}
+            "models": ["/".join(Path(name).parts[-2:]) for name in names]}
 
 
 def processor() -> str:
     """Return the processor's name."""
-    with suppress(OSError):  # of Linux
-        about = Path("/proc/cpuinfo").read_text()
-        _, _, after = about.partition("model name")
-        if after:
-            return after.splitlines()[0].strip("\t: ")
+    with suppress(OSError), open("/proc/cpuinfo") as about:  # of Linux
+        for line in about:
+            if line.startswith("model name"):
+                return line.partition(": ")[2].strip()
     return platform.processor()
 
 
@@ -713,13 +679,10 @@ def find(bench: Bench, name: str) -> list[Metrics]:
         return UNDECODED[name](bench)
     if name != "comparison":
         return sweep(bench, name)
-    temperatures = (0.0, bench.settings.temperature or 1.0)
-    if not bench.paced:
-        say_how_long(bench, temperatures)
-    found = []
-    for temperature in temperatures:
-        found += comparison(bench, temperature)
-    return found
+    warm = bench.settings.temperature or 1.0
+    if not any(bench.settings.pace):
+        say_how_long(bench, (0.0, warm))
+    return comparison(bench, 0.0) + comparison(bench, warm)
 
 
 def main(settings: BenchSettings) -> None:
@@ -742,7 +705,7 @@ def main(settings: BenchSettings) -> None:
     whole = {"machine": machine(bench), "arguments": sys.argv[1:], "results": []}
     print(whole["machine"])
     for name in names:
-        title = name if bench.paced else name.replace("comparison", "unpaced")
+        title = name if any(settings.pace) else name.replace("comparison", "unpaced")
         found = find(bench, name)
         whole["results"] += [{"sweep": title} | f for f in found]
         with open_for_writing("--out", settings.out) as file:  # now: what follows may fail
