@@ -121,17 +121,11 @@ def is_real(numbers) -> bool:
     return torch.as_tensor(numbers).is_floating_point()
 
 
-def rounded(value):
-    """Return a value with 7 digits of each number: enough to tell numbers that do not agree
-    apart."""
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
 def shown(value) -> str:
-    """Return a value as text; a long one as a tensor, of which few numbers are printed."""
-    text = str(rounded(value))
+    """Return a value as text, with 7 digits of each number: enough to tell numbers that do not
+    agree apart. A long one is shown as a tensor, of which few numbers are printed."""
+    rounded = tree_map_only(float, lambda number: float(f"{number:.7g}"), value)
+    text = str(rounded)
     if isinstance(value, list) and len(text) > 300:
         return str(torch.tensor(value))
     return text
