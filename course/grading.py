@@ -12,6 +12,7 @@ import json
 import math
 import re
 import tomllib
+from collections import defaultdict
 from itertools import cycle, product
 from pathlib import Path
 from typing import Callable, NamedTuple, Sequence
@@ -28,10 +29,7 @@ import sampling
 from cache import BACKUP, FINISHED, NO_OUTCOME, PRIMARY, Outcome, Speculation, SpeculationCache
 from cli.settings import TINY
 from course.exam import Exam, Said, agree, answers, failure, is_real, plain, same
-from draft_worker import DraftWorker, Plan, Tree
 from engine.model import CausalLM, load
-from saguaro import Channel
-from sampling import Sampler
 
 VALUES = tomllib.loads(Path(__file__).with_name("values.toml").read_text("utf-8"))
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -49,6 +47,7 @@ BORDERS = torch.arange(81).double() / 80
 BORDERS = torch.cat([BORDERS[:1], BORDERS[1:-1] + 1e-9, BORDERS[1:] - 1e-9])
 TRIPLES = (3, 4, 5), (4, 3, 5), (5, 12, 13), (12, 5, 13), (15, 8, 17)  # x^2 + y^2 = z^2
 LEAST_IDS = 0, 2**16, 2**31  # of tokens: ids may be large
+IDS = torch.tensor([0, 1, 8, 100, 1000, 10000, 2**15, 50257, 2**16, 10**5, 2**17, 2**18])
 
 
 def possible_tokens(exam, q):
@@ -64,8 +63,7 @@ def acceptance_arguments(exam, shape, V):
     stays = exam.numbers(*shape, 1) < 0.5
     likeliest = one_hot(q.argmax(-1), V)
     p = p.where(stays, (q + likeliest) / 2)
-    tokens = possible_tokens(exam, q)
-    return p, q, tokens
+    return p, q, possible_tokens(exam, q)
 
 
 def residual_arguments(exam, shape, V, equal=0.0, step=1.0):
@@ -103,12 +101,10 @@ def integral_arguments(exam, shape, V, **_):
 
 
 def numbers_arguments(exam, shape, V, **ranges):
-    """Draw a number from each range: an integer between integers, else a real number."""
-    drawn = []
+    """Yield a number from each range: an integer between integers, else a real number."""
     for least, most in ranges.values():
         draw = exam.randint if isinstance(least, int) else exam.uniform
-        drawn.append(draw(least, most))
-    return drawn
+        yield draw(least, most)
 
 
 def fan_out_arguments(exam, shape, V, beyond=0):
@@ -168,8 +164,10 @@ def within_one(mine, right):
     large ones."""
     fan_out, _ = mine
     _, large = right
-    far = [abs(F - real / 100) > 1.02 for F, real in zip(fan_out, large)]
-    return right if any(far) or len(fan_out) < len(large) else mine
+    is_far = any(abs(F - real / 100) > 1.02 for F, real in zip(fan_out, large))
+    if is_far or len(fan_out) < len(large):
+        return right
+    return mine
 
 
 def sixteenths(exam, *shape, V, parts=16):
@@ -187,7 +185,7 @@ def first_fitting(fits, *candidates):
 
 
 def of_token(part, tokens):
-    """Return the entry `[...]` of each token in `part` `[..., V]`."""
+    """Return the entry `[...]` of each token, or place, in `part` `[..., V]`."""
     return part.gather(-1, tokens[..., None]).squeeze(-1)
 
 
@@ -297,7 +295,7 @@ def ask_sample(exam, T=(0.5, 1, 2), top_k=(0,), top_p=(1.0,), C=(0.0, 0.5, 1.0),
             F = 1
             others = sixteenths(exam, *shape, V=width - 1, parts=8)
             logits = pad(others, (1, 0), value=1.0).log()
-        sampler = Sampler(*settings)
+        sampler = sampling.Sampler(*settings)
         tokens, q = exam.call(sampler.sample, logits, uniforms, F)
         exam.says("tokens are integers; ", not is_real(tokens), of="sigma")
         exam.arguments += f"\n            Sampler({', '.join(map(str, settings))})"
@@ -340,7 +338,7 @@ def say_unlikely_tokens(exam):
     weights[0, 0] = 1
     weights[1, -1] = 1
     logits = weights.log().expand(50, 2, -1)
-    sampler = Sampler(1.0)
+    sampler = sampling.Sampler(temperature=1.0)
     numbers = 2e-8 * (torch.arange(50).double() + 400.5)
     numbers = numbers[:, None].expand(50, 2)
     low, _ = sampler.sample(logits, numbers, 0)
@@ -356,27 +354,24 @@ def ask_likely_outcomes(exam, n=(7, 9), fewest=1):
     """Ask for `fewest` to 7 guesses, of ids that may be large. Each row has ids of its own."""
     for rows, K in product((1, 2, 4), (0, 1, 3)):
         width = exam.choice(n)
-        order = exam.numbers(rows, K + 1, width).argsort(-1)
-        least_id = exam.choice(LEAST_IDS)
-        least_id = least_id + exam.integers(90, rows, 1, 1)
-        candidates = least_id + order
+        candidates = exam.numbers(rows, K + 1, width).argsort(-1)
+        candidates += exam.choice(LEAST_IDS)
+        candidates += exam.integers(90, rows, 1, 1)
         budget = exam.randint(fewest, 7)
         ks = exam.integers(K + 1, rows, budget)
         fan_out = one_hot(ks, K + 1).sum(1)
         guesses = exam.call(cache.likely_outcomes, candidates, fan_out)
         pairs = torch.stack([guesses.num_accepted, guesses.bonus], -1)  # by name: an `Outcome`
-        exam.says("", [sorted(row) for row in pairs.tolist()])
+        found = [sorted(row) for row in pairs.tolist()]
+        exam.says("", found)
 
 
 def ask_matches(exam):
     """Ask for many outcomes, all guessed in every row: each is found in its own place alone."""
-    ids = torch.tensor([0, 1, 8, 100, 1000, 10000, 2**15, 50257, 2**16, 10**5, 2**17, 2**18])
     ks = torch.tensor([0, 1, 2, 8, exam.choice([16, 32, 64])])
-    ids += exam.randrange(99)
-    pairs = torch.cartesian_prod(ks, ids)
+    pairs = torch.cartesian_prod(ks, exam.randrange(99) + IDS)
     N = len(pairs)
-    order = exam.numbers(N, N).argsort(-1)  # every row has its own
-    guesses = pairs[order]
+    guesses = pairs[exam.numbers(N, N).argsort(-1)]  # every row in an order of its own
     outcomes = pairs[exam.sample(range(N), N)]
 
     def where(mine, right):
@@ -399,13 +394,12 @@ def ask_look_up(exam, counts=(2, 4, 6, 3, 9, 20), times=1):
         K = exam.randint(1, 3)
         k = exam.integers(3, rows, n)
         bonus = exam.integers(4, rows, n)
-        is_empty = exam.numbers(rows, n) < 0.1
-        k[is_empty] = NO_OUTCOME
+        k[exam.numbers(rows, n) < 0.1] = NO_OUTCOME
         least_id = exam.choice(LEAST_IDS)
-        asked = exam.integers(n, rows, 1)
+        asked = exam.integers(n, rows)
         missed_by = exam.choice([1, 2**16]) * exam.integers(2, rows)
-        asked_k = k.clamp(min=0).gather(1, asked).squeeze(1)
-        asked_bonus = bonus.gather(1, asked).squeeze(1) + missed_by
+        asked_k = of_token(k.clamp(min=0), asked)
+        asked_bonus = of_token(bonus, asked) + missed_by
         outcome = Outcome(asked_k, least_id + asked_bonus)
         content = 10 * k + bonus  # of equal guesses the same
         tokens = content[..., None] + 100 * torch.arange(K)
@@ -448,9 +442,9 @@ def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None, l
     the texts, and a speculation of `drafted` tokens that is under verification."""
     lengths = lengths or exam.sample(range(2, 10), rows)
     texts = [exam.integers(WORDS, length).tolist() for length in lengths]
-    plan = Plan([[*shape] for shape in fan_out], backup)
-    sampler = Sampler(temperature, downweight=0.5)
-    draft = DraftWorker(model(), sampler, SEED, plan)
+    plan = draft_worker.Plan([[*shape] for shape in fan_out], backup)
+    sampler = sampling.Sampler(temperature, downweight=0.5)
+    draft = draft_worker.DraftWorker(model(), sampler, SEED, plan)
     draft.start(texts, 30)
     draft.clock.read()  # the clock is the model's: forget what a failed answer left there
     model().forward_fn = mock.Mock(wraps=CausalLM.forward_eager)
@@ -462,7 +456,7 @@ def start(exam, fan_out, rows, temperature=1.0, backup="neural", drafted=None, l
 
 
 # Behind texts of 3 and 5 tokens, and two drafted ones: branches of 3 tokens, k = 0, 2 and 1, 1
-TREE = Tree(
+TREE = draft_worker.Tree(
     positions=torch.tensor([[3, 5], [6, 6]]),
     slots=torch.tensor([[7, 8], [9, 10], [11, 12]]),
     visible=torch.tensor([[[1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0],
@@ -513,7 +507,7 @@ def ask_tree_pass(exam, rows=2, K=3):
     positions, slots, visible = TREE
     slots = slots[:K]
     in_use = 7 + slots.numel()
-    tree = Tree(positions[:rows], slots, visible[:rows, :, :in_use])
+    tree = draft_worker.Tree(positions[:rows], slots, visible[:rows, :, :in_use])
     k = tree.positions - draft.length[:, None]
     say_passes(exam, tree, k, texts, in_flight.tokens)
 
@@ -635,8 +629,7 @@ def ask_pre_speculate(exam, rows=2, shapes=((1, 2, 4), (0, 2, 5)), T=(1.0, 1.0),
         exam.says("the number of trunk passes; ", trunk_passes, of="stays")
         after = [draft.text, draft.length, draft.plan.fan_out]
         exam.says("text, length and fan-outs stay; ", same(before, after), of="stays")
-        fan_outs = [shapes[source] for source in in_flight.source]
-        say_guesses(exam, cached.guesses, fan_outs)
+        say_guesses(exam, cached.guesses, in_flight.source, shapes)
         V = len(draft.q_template)
         say_cached(exam, cached, texts, in_flight.tokens, shapes[PRIMARY], V)
 
@@ -645,23 +638,22 @@ def numbered(guesses: Outcome) -> list[list[tuple[int, int, int]]]:
     """Return for each row its guesses (k, t*) with their number, sorted; without those of
     nothing."""
     found = []
-    for row in torch.stack([*guesses], -1).tolist():
+    for row in torch.stack(guesses, -1).tolist():
         pairs = [(k, bonus, number) for number, (k, bonus) in enumerate(row) if k != NO_OUTCOME]
         found.append(sorted(pairs))
     return found
 
 
-def say_guesses(exam, guesses: Outcome, fan_outs: list[list[int]]) -> None:
-    """Note the guesses of every row, which has this fan-out."""
+def say_guesses(exam, guesses: Outcome, sources, shapes: list[list[int]]) -> None:
+    """Note the guesses of every row. Its fan-out is the shape after its `source`."""
     rows = numbered(guesses)
-    for row, fan_out in enumerate(fan_outs):
+    for row, source in enumerate(sources):
         pairs = [(k, bonus) for k, bonus, _ in rows[row]]
-        exam.says(f"row {row}: guesses (k, t*), sorted, by the fan-out {fan_out} (in round 0 all "
-                  "for k = 0); ", pairs, of="guesses")
+        exam.says(f"row {row}: guesses (k, t*), sorted, by the fan-out {shapes[source]} (in round "
+                  "0 all for k = 0); ", pairs, of="guesses")
 
 
-def say_cached(exam, cached: SpeculationCache, texts: list[list[int]], drafted, fan_out: list[int],
-               V: int) -> None:
+def say_cached(exam, cached: SpeculationCache, texts: list[list[int]], drafted, fan_out, V) -> None:
     """Note the shapes of a cache and, if these are right, all tokens of all branches. V = 0 stands
     for greedy drafts. How many rows and guesses a cache has is asked elsewhere."""
     K = len(fan_out) - 1
@@ -809,7 +801,7 @@ def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
     for rows in counts:
         outcomes, replies = outcomes_and_replies(exam, rows, rounds, apart)
         draft, texts, _ = start(exam, [[1, 1, 1]] * 2, rows)
-        channel = Channel(mock.Mock(), 2, exam.numbers(0))
+        channel = saguaro.Channel(mock.Mock(), 2, exam.numbers(0))
         heard = [*outcomes[:-1], OSError()] if gone and rows > 1 else outcomes
         recorded = recorder(draft, channel, heard, replies)
         ks = str([outcome.num_accepted.tolist() for outcome in outcomes])
@@ -821,27 +813,26 @@ def ask_serve(exam, counts=(1, 2, 3, 4), rounds=6, apart=False, gone=False):
         except AssertionError as problem:  # a call too many
             end = str(problem)
         exam.arguments = f"rows whose k are, round by round, {ks:.300}"
-        say_calls(exam, draft, channel, recorded.mock_calls, end)
+        say_calls(exam, recorded, end)
 
 
-def say_calls(exam, draft, channel, calls, end: str) -> None:
+def say_calls(exam, recorded: mock.Mock, end: str) -> None:
     """Note the order and the arguments of the calls of the first three rounds, and how it ends."""
-    arguments = {}  # by name, as they are in the end: nobody may change them
+    calls = recorded.mock_calls
+    arguments = defaultdict(list)  # by name, as they are in the end: nobody may change them
     for name, given, named in calls:
-        side = draft if hasattr(draft, name) else channel
-        called = inspect.signature(getattr(side, name))
+        called = inspect.signature(getattr(recorded, name))
         values = called.bind(*given, **named).arguments.values()
-        arguments.setdefault(name, []).append(", ".join(map(as_text, values)))
-    exam.says("the calls of `start`; ", arguments.pop("start", []), of="end")
+        arguments[name].append(", ".join(map(as_text, values)))
+    exam.says("the calls of `start`; ", arguments["start"], of="end")
     exam.says(f"its {len(calls)} calls of `serve`, and then; ", [len(calls), end], of="end")
     order = [name for name, *_ in calls if name != "start"]
     for number, name in enumerate(order[:12], start=1):  # of three rounds
         exam.says(f"call {number} of `serve` after `start`; ", name, of="order")
-    first = {name: texts[:3] for name, texts in arguments.items()}
-    exam.says("the first calls of `pre_speculate`; ", first.get("pre_speculate", []),
-              of="arguments")
+    first = arguments["pre_speculate"][:3]
+    exam.says("the first calls of `pre_speculate`; ", first, of="arguments")
     for name in "receive_outcome", "speculate", "send_speculation":  # if it makes some
-        exam.says(f"the first calls of `{name}`; ", first.get(name, []), 0,
+        exam.says(f"the first calls of `{name}`; ", arguments[name][:3], 0,
                   lambda mine, right: right if mine else mine, "arguments")
 
 
@@ -911,4 +902,4 @@ def test(name):
     if "NotImplementedError: exercise" in fault:  # said once for each exercise, at the end
         pytest.skip(re.search(r"(exercise .*?) \(", fault)[1])
     if fault:
-        raise pytest.fail.Exception(fault, pytrace=False) from None
+        pytest.fail(fault, pytrace=False)
