@@ -54,8 +54,10 @@ class Round(NamedTuple):
 
     def bonus_distribution(self) -> torch.Tensor:
         """Return what t* was drawn from, `[V]`: after a rejection the residual, else the last p."""
-        k = self.outcome[0]
-        return residual(self.p[k], self.sent[k]) if k < len(self.drafted) else self.p[k]
+        k, _ = self.outcome
+        if k < len(self.drafted):
+            return residual(self.p[k], self.sent[k])
+        return self.p[k]
 
     def brief(self) -> dict[str, Any]:
         """Return the round without its distributions: of them p and the probability sent of the
@@ -79,10 +81,9 @@ class Round(NamedTuple):
 
 def prepared_for(cache: SpeculationCache, row: int) -> dict[tuple[int, int], list[int]]:
     """Return the guesses (k, t*) of a row, and the tokens that were prepared for each."""
-    ks = cache.guesses.num_accepted[row].tolist()
-    bonuses = cache.guesses.bonus[row].tolist()
+    guesses = torch.stack(cache.guesses, -1)[row].tolist()
     branches = cache.tokens[row].tolist()
-    return {(k, bonus): branch for k, bonus, branch in zip(ks, bonuses, branches)
+    return {(k, bonus): branch for (k, bonus), branch in zip(guesses, branches)
             if k != NO_OUTCOME}
 
 

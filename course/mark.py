@@ -267,9 +267,12 @@ def arguments() -> Namespace:
 
 def for_gradescope(marks: dict[str, tuple[int, str]]) -> dict:
     """Return the points and remarks of the exercises as Gradescope reads them."""
-    return {"tests": [{"name": f"{number}. {EXERCISES[number]['title']}", "score": points,
-                       "max_score": EXERCISES[number]["points"], "output": cell(remark)[:700]}
-                      for number, (points, remark) in marks.items()]}
+    tests = []
+    for number, (points, remark) in marks.items():
+        exercise = EXERCISES[number]
+        tests.append({"name": f"{number}. {exercise['title']}", "score": points,
+                      "max_score": exercise["points"], "output": cell(remark)[:700]})
+    return {"tests": tests}
 
 
 def write_marks(file: TextIO, submission: Path, marks: dict[str, tuple[int, str]],

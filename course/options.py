@@ -11,8 +11,7 @@ class ExplainSettings(DecodingSettings):
 
     prompt: tuple[str, ...] = option(
         "text", (), "the text to continue; several are a batch, to see section 4.3", nargs="+")
-    rounds: int = option(
-        "slow motion", 3, "rounds to show after round 0, the prompt's", min=1)
+    rounds: int = option("slow motion", 3, "rounds to show after round 0, the prompt's", min=1)
     pause: bool = option("slow motion", False, "wait for Enter after each round")
     color: bool = option("slow motion", False, "colours even where the output is no terminal")
 

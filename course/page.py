@@ -63,8 +63,7 @@ def look_inside(bench: Bench, run: dict) -> None:
     settings = bench.settings_of(Point("", 0, run["launch"]["with"]))
     context = bench.sd_models.context
     # the text ends where `Bench` ends it; beyond that there is room for what the last round drafts
-    text = bench.prompts[:1]
-    sequences = Sequences(text, settings.max_new_tokens, context, [], context)
+    sequences = Sequences(bench.prompts[:1], settings.max_new_tokens, context, [], context)
     bench.sd_models.set_pace((0.0, 0.0))
     narrator = Narrator(settings, bench.sd_models, sequences, bench.job.tokenizer)
     seen = [rows[0].brief() for rows in narrator.decode()]
