@@ -172,7 +172,10 @@ def audit_groups(model, texts: list[Text], warpers: LogitsProcessorList,
         within = within.to(logits.device)
         replayed.append(replay(logits, tokens, warpers, within, memory, text.prompt[-1], precision))
     whole = Replayed(*map(torch.cat, zip(*replayed)))
-    return {name: audit(whole.where(chosen)) for name, chosen in members(texts).items()}
+    findings = {}
+    for name, chosen in members(texts).items():
+        findings[name] = audit(whole.where(chosen))
+    return findings
 
 
 def p_text(p: float) -> str:

@@ -1,6 +1,7 @@
 """Audits a file, and prints what was found."""
 import argparse
 import math
+from typing import Iterator
 
 import torch
 
@@ -10,6 +11,7 @@ from audit.texts import DEFAULTS, check_rows, load_target, read_rows
 from engine.errors import UserError
 
 NOTHING, FOUND, TOO_FEW = 0, 1, 3  # exit statuses
+WIDTHS = (7, 7, 7, 7, 9, 10, 13, 13)  # of the columns of `TESTS`
 
 
 def audit_file(args: argparse.Namespace) -> int:
@@ -72,15 +74,16 @@ def report(findings: dict[str, Finding], texts: list[Text], eos: int | list[int]
 
 def print_table(findings: dict[str, Finding]) -> None:
     width = max(map(len, findings))
-    say("", f"{'':{width}}    tokens   bins  pairs  place    ids  next id  next nth       argmax"
-        "        log p  show")
+    titles = "".join(map(str.rjust, TESTS, WIDTHS))
+    say("", f"{'':{width}}    tokens{titles}  show")
     for name, finding in findings.items():
-        p = {test: p_text(finding.p_values[test]) for test in TESTS}
-        argmax = f"{finding.deviations['argmax']:+.1f}"
-        log_p = f"{finding.deviations['log p']:+.1f}"
-        say(f"{name:{width}}{finding.tokens:10,}{p['bins']:>7}{p['pairs']:>7}{p['place']:>7}"
-            f"{p['ids']:>7}{p['next id']:>9}{p['next nth']:>10}{argmax:>6}{p['argmax']:>7}"
-            f"{log_p:>6}{p['log p']:>7}{would_have_shown(finding.tokens):6.0%}")
+        cells = ""
+        for test, test_width in zip(TESTS, WIDTHS):
+            cell = p_text(finding.p_values[test])
+            if test in ("argmax", "log p"):
+                cell = f"{finding.deviations[test]:+.1f}{cell:>7}"
+            cells += cell.rjust(test_width)
+        say(f"{name:{width}}{finding.tokens:10,}{cells}{would_have_shown(finding.tokens):6.0%}")
     say("", "p-values; argmax and log p also in standard deviations from what the target expects;",
         "-: too few tokens to tell; show: the bins see a bias from this total variation on")
 
@@ -99,23 +102,19 @@ def significant(findings: dict[str, Finding]) -> dict[str, str]:
     return found
 
 
-def likely_causes(whole: Finding, failed: set, texts: list[Text], eos) -> list[str]:
-    """Return what else than the engine may explain that these tests `failed`."""
-    causes = []
+def likely_causes(whole: Finding, failed: set, texts: list[Text], eos) -> Iterator[str]:
+    """Yield what else than the engine may explain that these tests `failed`."""
     if whole.nats < -1 or 10 * whole.impossible > whole.tokens:
-        causes.append("They are far less likely than the target's own: another tokenizer, "
-                      "checkpoint or prompt?")
+        yield ("They are far less likely than the target's own: another tokenizer, checkpoint or "
+               "prompt?")
     different = {(*text.prompt, None, *text.tokens) for text in texts}
     repeated = len(texts) - len(different)
     if 10 * repeated > len(texts):
-        causes.append(f"{repeated:,} of {len(texts):,} texts repeat another: had each a seed of "
-                      "its own?")
+        yield f"{repeated:,} of {len(texts):,} texts repeat another: had each a seed of its own?"
     ends = set(eos) if isinstance(eos, list) else {eos}
     unended = all(ends.isdisjoint([None, *text.tokens]) for text in texts)
     if unended and failed <= {"ids", "next id"}:
-        causes.append("No text holds an end-of-sequence token: do texts lack the token that ended "
-                      "them?")
-    return causes
+        yield "No text holds an end-of-sequence token: do texts lack the token that ended them?"
 
 
 def report_greedy(texts: list[Text], gaps: torch.Tensor) -> int:
