@@ -31,11 +31,11 @@ from statistics import median, stdev
 from typing import Any, Iterable, NamedTuple
 
 import torch
-import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 
 from cache import FAN_OUT_POLICIES, PRIMARY, throughput
+from cli.launch import is_rank_0
 from cli.settings import Settings, open_for_writing
 from engine.errors import UserError
 from figures import draw
@@ -45,6 +45,7 @@ from figures.guesses import counted_hit_rate, fit_shape
 from figures.rivals import ASSISTANTS, Generate
 from figures.table import COLUMNS, print_table
 from ideas import SPECULATORS
+from run.assist import assist
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import cores_of, gather, threads_for
@@ -90,7 +91,7 @@ class Point(NamedTuple):
 
 class Bench:
     """Counts, predicts and measures points, on rank 0, which holds the target and SD's draft. Rank
-    1 holds SSD's draft, and decodes what rank 0 asks for (`assist`)."""
+    1 holds SSD's draft, and only assists (run/assist.py)."""
 
     def __init__(self, settings: BenchSettings):
         self.settings = settings
@@ -103,6 +104,7 @@ class Bench:
             raise UserError("bench.py measures one target rank and one draft rank: start two, or "
                             "compare runs of saguaro.py --prompts FILE with every --mode")
         self.leads = job.placement.rank == 0
+        job.placement.assisted = self.leads
         draft_config = job.draft_config.get_text_config()
         # else `generate` refuses
         self.may_assist = draft_config.vocab_size == job.vocab_size
@@ -204,16 +206,8 @@ class Bench:
         new = [key for key in dict.fromkeys(keys) if key not in self.stats]
         if new:
             ways = [json.loads(key)[:-1] for key in new]
-            gather([ways, texts])  # rank 1 hears of it
             self.stats |= zip(new, self.take_turns(ways, texts))
         return [self.stats[key] for key in keys]
-
-    def assist(self) -> None:
-        """Be rank 1: decode what rank 0 asks for, until it has all that it wants."""
-        asked = gather(None)[0]
-        while asked:
-            self.take_turns(*asked)
-            asked = gather(None)[0]
 
     def take_turns(self, ways: list[list], texts: Texts) -> list[Stats]:
         """Decode in these ways, each given as (settings, in turns, threads, assistant): in all of
@@ -231,14 +225,11 @@ class Bench:
             # at a pace AR is as fast on any text
             few = max(4, size) if settings.mode == "ar" and threads is None else None
             batches.append(batches_of(texts[:few], size))
-        for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5,
-                         disable=not self.leads):
+        for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5):
             for decoder, (*_, threads, _), batch in zip(decoders, ways, turn):
-                if batch and (self.leads or decoder.placement):
+                if batch:
                     self.use_cores(threads)
                     decoder(batch)
-                # no rank begins while the other is still at work
-                dist.barrier()
         return [decoder.stats for decoder in decoders]
 
     def use_cores(self, threads: int | None) -> None:
@@ -253,7 +244,7 @@ class Bench:
         """Make a decoder: of both ranks, or of rank 0 alone. On GPUs it has warmed up."""
         overlaps = settings.mode == "ssd" and not in_turns
         decoder = Decoder(settings, self.models if overlaps else self.sd_models)
-        if {*self.job.placement.devices} != {"cpu"} and (self.leads or decoder.placement):
+        if {*self.job.placement.devices} != {"cpu"}:
             warm_up(settings, decoder.models, texts)
         return decoder
 
@@ -655,13 +646,14 @@ def compare_with_logs() -> None:
 def machine(bench: Bench) -> dict[str, Any]:
     """Return what was measured, on what and when."""
     job = bench.job
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     names = (bench.settings.target, bench.settings.draft)
+    models = ["/".join(Path(name).parts[-2:]) for name in names]
     return {"date": str(date.today()), "machine": platform.platform(), "processor": processor(),
             "cores": len(bench.all_cores), "python": platform.python_version(),
             "torch": torch.__version__, "transformers": transformers.__version__,
-            "gpus": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-            "ranks": job.placement.devices, "dtype": str(job.dtype),
-            "models": ["/".join(Path(name).parts[-2:]) for name in names]}
+            "gpus": gpus, "ranks": job.placement.devices, "dtype": str(job.dtype),
+            "models": models}
 
 
 def processor() -> str:
@@ -688,13 +680,13 @@ def find(bench: Bench, name: str) -> list[Metrics]:
 def main(settings: BenchSettings) -> None:
     if settings.predict:
         return compare_with_logs()
-    # refuse at once what could not be written at the end
-    open_for_writing("--out", settings.out, "a", prompts=settings.prompts).close()
+    if is_rank_0():  # refuse at once what could not be written at the end
+        open_for_writing("--out", settings.out, "a", prompts=settings.prompts).close()
     if settings.sweep:
         Path(settings.figures).mkdir(exist_ok=True)
     bench = Bench(settings)
     if not bench.leads:
-        return bench.assist()
+        return assist(bench.models)
     if settings.quick:
         bench.prompts = bench.prompts[:3]
     if settings.pace_is_default and "cpu" not in bench.job.placement.devices:

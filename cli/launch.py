@@ -45,7 +45,7 @@ def launch(kind: type[DecodingSettings], module: str, read: Callable = parse) ->
             threading.Thread(target=exit_with_target, daemon=True).start()
         if settings.mode == "ssd" and is_alone():
             start_second_rank(module)
-        if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        if is_rank_0() and sys.stderr.isatty():
             print("loading ...", file=sys.stderr, flush=True)
         importlib.import_module(module).main(settings)
 
@@ -64,6 +64,10 @@ def launch(kind: type[DecodingSettings], module: str, read: Callable = parse) ->
 def is_alone() -> bool:
     """Return whether no launcher has started other ranks."""
     return os.environ.get("WORLD_SIZE", "") in ("", "1")
+
+
+def is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def prepare_process() -> None:
@@ -174,7 +178,7 @@ def is_gone(problem: Exception) -> bool:
 
 def report(problem: Exception | str) -> None:
     """Print it. Where all ranks meet an error rank 0 speaks, and the others end with it."""
-    time.sleep(0 if os.environ.get("RANK", "0") == "0" else GRACE)
+    time.sleep(0 if is_rank_0() else GRACE)
     print(printable(f"{Path(sys.argv[0]).name}: {problem}"), file=sys.stderr, flush=True)
 
 

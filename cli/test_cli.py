@@ -50,6 +50,7 @@ import test_equivalence
 from cache import BACKUP, PRIMARY, RowRound
 from cli import launch
 from cli.settings import ROOT, TINY, Settings, open_for_writing, parse
+from course import page
 from course.options import ExplainSettings, PageSettings
 from engine import timing
 from engine.check import check_model
@@ -1843,8 +1844,7 @@ def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
     assert (summary["T_p"], summary["T_b"]) == pytest.approx((0.45, 0.2))
 
 
-def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts(monkeypatch):
-    monkeypatch.setattr(bench_py, "gather", lambda _: None)
+def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts():
     decoded = []
 
     def take_turns(ways, texts) -> list:
@@ -2033,38 +2033,41 @@ def test_the_fastest_command_gives_the_threads(f, command):
 
 
 def test_who_decodes_alone_has_all_cores(monkeypatch):
-    """One after the other: alone with two threads, then on both ranks, then alone with one. Rank 1
-    sleeps while rank 0 is alone."""
+    """One after the other: alone with two threads, then on both ranks, then alone with one."""
     done = []
     state = {}
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: state.update(cores=cores),
                         raising=False)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: state.update(threads=count))
-    monkeypatch.setattr(dist, "barrier", lambda: done.append("all meet"))
-    for leads in True, False:
-        bench = bench_with(leads=leads, all_cores=[0, 1], own_cores=[0], own_threads=1,
-                           sd_models=None)
 
-        def decoder(settings, in_turns, texts):
-            both = None if settings.mode != "ssd" or in_turns else "both"
-            return Fake(settings.mode, both)
+    class Fake:
+        stats = None
 
-        class Fake:
-            stats = None
+        def __init__(self, settings, in_turns, texts):
+            self.mode = settings.mode
 
-            def __init__(self, mode, placement):
-                self.mode = mode
-                self.placement = placement
+        def __call__(self, batch):
+            done.append((self.mode, state["cores"], state["threads"]))
 
-            def __call__(self, batch):
-                done.append((self.mode, state["cores"], state["threads"]))
+    bench = bench_with(all_cores=[0, 1], own_cores=[0], own_threads=1, decoder=Fake)
+    bench.take_turns([[{"mode": "sd"}, False, 2, None], [{}, False, None, None],
+                      [{}, True, None, None], [{"mode": "ar"}, False, 1, None]], [[1]])
+    assert done == [("sd", [0, 1], 2), ("ssd", [0], 1), ("ssd", [0], 1), ("ar", [0, 1], 1)]
 
-        bench.decoder = decoder
-        bench.take_turns([[{"mode": "sd"}, False, 2, None], [{}, False, None, None],
-                          [{}, True, None, None], [{"mode": "ar"}, False, 1, None]], [[1]])
-    meet = "all meet"
-    assert done == [("sd", [0, 1], 2), meet, ("ssd", [0], 1), meet, ("ssd", [0], 1), meet,
-                    ("ar", [0, 1], 1), meet, meet, ("ssd", [0], 1), meet, meet, meet]
+
+@pytest.mark.parametrize("module, kind", ((bench_py, BenchSettings), (page, PageSettings)))
+def test_rank_0_alone_opens_what_is_written(module, kind, monkeypatch, tmp_path):
+    """Two ranks would open it at the same moment: one is refused, and the other waits for it."""
+    out = tmp_path / "out"
+    bench = bench_with(leads=False, models=None)
+    monkeypatch.setattr(module, "Bench", lambda _: bench)
+    monkeypatch.setattr(module, "assist", lambda _: None)
+    with open_for_writing("--out", str(out)):
+        monkeypatch.setenv("RANK", "1")
+        module.main(kind(out=str(out)))
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(UserError, match="another run is writing it"):
+            module.main(kind(out=str(out)))
 
 
 @pytest.mark.parametrize("assistant", ([], [3, "constant", 0.0], [5, "heuristic", 0.0]))

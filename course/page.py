@@ -19,12 +19,15 @@ from itertools import islice
 from pathlib import Path
 
 from bench import Bench, Point
+from cli.launch import is_rank_0
 from cli.settings import ROOT, open_for_writing
 from course.explain import Narrator
 from course.options import PageSettings
 from course.race import race
 from engine.errors import UserError
+from run.assist import assist
 from run.decoder import warm_up
+from run.placement import gather
 from run.text import text_pieces
 from saguaro import Sequences
 
@@ -39,16 +42,14 @@ def check_pace(kept: float | None) -> None:
 
 
 def timed(bench: Bench, line: dict) -> dict:
-    """Decode as for this line of the comparison. Rank 0 gets rounds and spans, in seconds."""
+    """Decode as for this line of the comparison. Returns rounds and spans, in seconds."""
     text = bench.prompts[:1]
     decoder = bench.decoder(bench.settings_of(Point("", 0, line["with"])), False, text)
     rounds = []
-    if bench.leads or decoder.settings.mode == "ssd":
-        warm_up(decoder.settings, decoder.models, text)
-        decoder(text, lambda row, new, source: rounds.append(
-            {"time": time.perf_counter(), "new": new, "source": source}))
-    if bench.leads:
-        check_pace(decoder.stats.pace_kept())
+    warm_up(decoder.settings, decoder.models, text)
+    decoder(text, lambda row, new, source: rounds.append(
+        {"time": time.perf_counter(), "new": new, "source": source}))
+    check_pace(decoder.stats.pace_kept())
     spans = [(span.work, span.start, span.end) for span in decoder.stats.spans]
     return {"launch": line, "rounds": rounds, "spans": spans}
 
@@ -75,14 +76,15 @@ def look_inside(bench: Bench, run: dict) -> None:
 
 def main(settings: PageSettings) -> None:
     out = Path(settings.out)
-    for file in (out, out.parent / "race.svg"):  # refuse at once what could not be written
-        open_for_writing("--out", str(file), "a").close()
+    if is_rank_0():  # refuse at once what could not be written
+        for file in (out, out.parent / "race.svg"):
+            open_for_writing("--out", str(file), "a").close()
     bench = Bench(settings)
+    if not bench.leads:
+        return assist(bench.models)
     lines = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
     runs = [timed(bench, line) for line in lines
             if line["sweep"] == "comparison" and line["name"] in ("AR", "SD", "SSD")]
-    if not bench.leads:
-        return
     tokenizer = bench.job.tokenizer
     for run in runs:
         pieces = iter(text_pieces(tokenizer, bench.prompts[0], tokens_of(run)))
@@ -90,6 +92,7 @@ def main(settings: PageSettings) -> None:
             decoded["text"] = list(islice(pieces, len(decoded["new"])))
         if run["launch"]["lookahead"]:
             look_inside(bench, run)
+    gather(None)  # lets rank 1 go
     trace = {"pace": settings.pace, "prompt": bench.job.texts[0], "runs": runs,
              "words": tokenizer.batch_decode([[token] for token in range(len(tokenizer))]),
              "logs": json.loads((ROOT / "figures/logs.json").read_text("utf-8"))}

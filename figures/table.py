@@ -20,7 +20,8 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]
     widest, *widths = [max(map(len, column)) for column in zip(*lines)]
     print(f"\n{title}", flush=True)
     for first, *others in lines:
-        print("", first.ljust(widest), *map(str.rjust, others, widths))
+        padded = map(str.rjust, others, widths)
+        print("", first.ljust(widest), *padded)
     kept = [row["pace_kept"] for row in rows if row.get("pace_kept") is not None]
     if kept and min(kept) < KEPT:
         print(TOO_SLOW)

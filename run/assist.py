@@ -2,7 +2,8 @@
 
 The user's program is rank 0, and holds the target. Rank 1 holds the draft, and only assists: before
 each batch it hears with which settings it is decoded, and how many came before. A batch depends on
-nothing else, so a process that is started anew goes on where another has ended.
+nothing else, so a process that is started anew goes on where another has ended. A benchmark's rank
+1 assists, too.
 """
 import json
 import os
@@ -21,7 +22,7 @@ from cli.launch import LOOPBACK, STORE, new_store, start_rank_1
 from cli.settings import ROOT, Settings, read_prompts
 from engine.errors import UserError
 from run.decoder import Decoder
-from run.job import Job
+from run.job import Job, Models
 from run.placement import Placement, gather, leave_groups
 
 end_of_last = None  # ends the last process: PyTorch has one default group in a program
@@ -103,9 +104,13 @@ def main(settings: Settings) -> None:
     job.placement.join({})
     with job.placement.raising_together():
         draft = job.load_draft()
-    models = job.models(None, draft)
-    while True:
-        asked = gather(None)[0]
+    assist(job.models(None, draft))
+
+
+def assist(models: Models) -> None:
+    """Be rank 1: decode each batch that rank 0 asks for, until it asks for none."""
+    asked = gather(None)[0]
+    while asked:
         decoder = Decoder(Settings(**asked["settings"]), models)
         decoder.num_batches = asked["num_batches"]
         try:
@@ -113,3 +118,4 @@ def main(settings: Settings) -> None:
         except UserError:  # that rank 0 has raised, too
             if decoder.midway:
                 raise
+        asked = gather(None)[0]

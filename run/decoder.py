@@ -135,7 +135,7 @@ class Decoder:
     def decode_batch(self, prompts: list[list[int]], on_tokens: Callable) -> list[list[int]]:
         """Do as a call does, with models that are kept `alone` already."""
         self.midway = True
-        if self.draft_process:
+        if self.channel and self.placement.assisted:
             gather({"settings": asdict(self.settings), "num_batches": self.num_batches})
         prompts = self.of_rank_0(partial(self.checked, prompts))
         self.models.set_pace(self.settings.pace)

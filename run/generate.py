@@ -30,6 +30,7 @@ class Saguaro:
         assisted = settings.mode == "ssd" and not in_turns
         self.job = job_of_calls(settings, RANK_0 if assisted else {})
         if assisted:
+            self.job.placement.assisted = True
             self.job.placement.draft_process = DraftProcess(settings)
         self.decoder = Decoder(settings, self.job.load())
         self.stats = self.decoder.stats

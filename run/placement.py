@@ -29,6 +29,7 @@ class Placement:
     """Says which rank this process is and where it computes: rank r of a machine on GPU r, if there
     is one, else on the CPU. In ssd the last of several ranks holds the draft, others the target."""
     draft_process = None  # see run/assist.py, if this process has started it
+    assisted = False  # does rank 1 decode what rank 0 asks for? Else it runs the same lines
 
     def __init__(self, settings: DecodingSettings, environment: Mapping[str, str] | None = None):
         """`environment` says which rank this is. None: this process's own, if a launcher wrote
