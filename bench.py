@@ -23,7 +23,7 @@ import platform
 import shlex
 import sys
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import date
 from itertools import product, zip_longest
 from pathlib import Path
@@ -45,7 +45,7 @@ from figures.guesses import counted_hit_rate, fit_shape
 from figures.rivals import ASSISTANTS, Generate
 from figures.table import COLUMNS, print_table
 from ideas import SPECULATORS
-from run.assist import assist
+from run.assist import decode_as_asked
 from run.decoder import Decoder, batches_of, make_plan, warm_up
 from run.job import Job
 from run.placement import cores_of, gather, threads_for
@@ -119,7 +119,7 @@ class Bench:
         if self.leads:
             decoder.target.model.allocate(max(SLOWER), job.max_length, largest.lookahead)
         decoder.draft.start(max(SLOWER) * [[0]], job.max_length)  # reads nothing
-        self.stats = {}  # of what was decoded: by way, as JSON, and number of texts
+        self.stats = {}  # of what was decoded: by settings, by how, and by number of texts
 
     def texts(self, num_prompts: int, samples: int) -> Texts:
         """Return the first prompts `samples` times, each time 8 tokens shorter, so that texts
@@ -201,34 +201,32 @@ class Bench:
         """Return the statistics of every point. No point is decoded twice."""
         keys = []
         for point in points:
-            _, _, _, *way = point
-            keys.append(json.dumps([asdict(self.settings_of(point)), *way, len(texts)]))
-        new = [key for key in dict.fromkeys(keys) if key not in self.stats]
+            _, _, _, *how = point
+            keys.append(str((self.settings_of(point), how, len(texts))))
+        new = {key: point for key, point in zip(keys, points) if key not in self.stats}
         if new:
-            ways = [json.loads(key)[:-1] for key in new]
-            self.stats |= zip(new, self.take_turns(ways, texts))
+            self.stats |= zip(new, self.take_turns([*new.values()], texts))
         return [self.stats[key] for key in keys]
 
-    def take_turns(self, ways: list[list], texts: Texts) -> list[Stats]:
-        """Decode in these ways, each given as (settings, in turns, threads, assistant): in all of
-        them the first batch, then the next, so that what disturbs the machine disturbs all. Returns
-        their statistics."""
+    def take_turns(self, points: list[Point], texts: Texts) -> list[Stats]:
+        """Decode as all points say the first batch, then the next, so that what disturbs the
+        machine disturbs all. Returns their statistics."""
         decoders = []
         batches = []
-        for choices, in_turns, threads, assistant in ways:
-            settings = Settings(**choices)
-            if assistant is None:
-                decoders.append(self.decoder(settings, in_turns, texts))
+        for point in points:
+            settings = self.settings_of(point)
+            if point.assistant is None:
+                decoders.append(self.decoder(settings, point.in_turns, texts))
             else:
-                decoders.append(Generate(settings, self.sd_models, assistant))
+                decoders.append(Generate(settings, self.sd_models, point.assistant))
             size = settings.batch_size
             # at a pace AR is as fast on any text
-            few = max(4, size) if settings.mode == "ar" and threads is None else None
+            few = max(4, size) if settings.mode == "ar" and point.threads is None else None
             batches.append(batches_of(texts[:few], size))
         for turn in tqdm([*zip_longest(*batches)], "decoding", leave=False, mininterval=5):
-            for decoder, (*_, threads, _), batch in zip(decoders, ways, turn):
+            for decoder, point, batch in zip(decoders, points, turn):
                 if batch:
-                    self.use_cores(threads)
+                    self.use_cores(point.threads)
                     decoder(batch)
         return [decoder.stats for decoder in decoders]
 
@@ -686,7 +684,7 @@ def main(settings: BenchSettings) -> None:
         Path(settings.figures).mkdir(exist_ok=True)
     bench = Bench(settings)
     if not bench.leads:
-        return assist(bench.models)
+        return decode_as_asked(bench.models)
     if settings.quick:
         bench.prompts = bench.prompts[:3]
     if settings.pace_is_default and "cpu" not in bench.job.placement.devices:

@@ -1847,9 +1847,9 @@ def test_without_a_pace_a_few_texts_tell_how_long_passes_take():
 def test_what_was_decoded_is_found_by_its_settings_and_number_of_texts():
     decoded = []
 
-    def take_turns(ways, texts) -> list:
+    def take_turns(points, texts) -> list:
         decoded.append(len(texts))
-        return [len(texts)] * len(ways)
+        return [len(texts)] * len(points)
 
     bench = bench_with(settings=BenchSettings(), stats={}, take_turns=take_turns)
     points = [bench_py.Point("", 0, {"budget": budget}) for budget in (4, 4, 8)]
@@ -2049,9 +2049,11 @@ def test_who_decodes_alone_has_all_cores(monkeypatch):
         def __call__(self, batch):
             done.append((self.mode, state["cores"], state["threads"]))
 
-    bench = bench_with(all_cores=[0, 1], own_cores=[0], own_threads=1, decoder=Fake)
-    bench.take_turns([[{"mode": "sd"}, False, 2, None], [{}, False, None, None],
-                      [{}, True, None, None], [{"mode": "ar"}, False, 1, None]], [[1]])
+    bench = bench_with(settings=BenchSettings(), all_cores=[0, 1], own_cores=[0], own_threads=1,
+                       decoder=Fake)
+    ssd = bench_py.Point("", 0, {})
+    bench.take_turns([ssd.but(mode="sd")._replace(threads=2), ssd, ssd._replace(in_turns=True),
+                      ssd.but(mode="ar")._replace(threads=1)], [[1]])
     assert done == [("sd", [0, 1], 2), ("ssd", [0], 1), ("ssd", [0], 1), ("ar", [0, 1], 1)]
 
 
@@ -2061,7 +2063,7 @@ def test_rank_0_alone_opens_what_is_written(module, kind, monkeypatch, tmp_path)
     out = tmp_path / "out"
     bench = bench_with(leads=False, models=None)
     monkeypatch.setattr(module, "Bench", lambda _: bench)
-    monkeypatch.setattr(module, "assist", lambda _: None)
+    monkeypatch.setattr(module, "decode_as_asked", lambda _: None)
     with open_for_writing("--out", str(out)):
         monkeypatch.setenv("RANK", "1")
         module.main(kind(out=str(out)))

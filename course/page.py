@@ -25,7 +25,7 @@ from course.explain import Narrator
 from course.options import PageSettings
 from course.race import race
 from engine.errors import UserError
-from run.assist import assist
+from run.assist import decode_as_asked
 from run.decoder import warm_up
 from run.placement import gather
 from run.text import text_pieces
@@ -81,7 +81,7 @@ def main(settings: PageSettings) -> None:
             open_for_writing("--out", str(file), "a").close()
     bench = Bench(settings)
     if not bench.leads:
-        return assist(bench.models)
+        return decode_as_asked(bench.models)
     lines = json.loads((ROOT / "figures/results.json").read_text("utf-8"))["results"]
     runs = [timed(bench, line) for line in lines
             if line["sweep"] == "comparison" and line["name"] in ("AR", "SD", "SSD")]

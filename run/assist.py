@@ -104,10 +104,10 @@ def main(settings: Settings) -> None:
     job.placement.join({})
     with job.placement.raising_together():
         draft = job.load_draft()
-    assist(job.models(None, draft))
+    decode_as_asked(job.models(None, draft))
 
 
-def assist(models: Models) -> None:
+def decode_as_asked(models: Models) -> None:
     """Be rank 1: decode each batch that rank 0 asks for, until it asks for none."""
     asked = gather(None)[0]
     while asked:
