@@ -2134,12 +2134,12 @@ def test_the_comparison_is_of_the_temperature_that_was_asked_for(monkeypatch, tm
                        job=SimpleNamespace(placement=SimpleNamespace(devices=["cpu", "cpu"]),
                                            dtype=torch.float32))
     monkeypatch.setattr(bench_py, "Bench", lambda _: bench)
-    monkeypatch.setattr(bench_py, "gather", lambda _: None)
+    monkeypatch.setattr(bench_py, "gather", asked.append)
     monkeypatch.setattr(bench_py, "say_how_long", lambda _, heats: asked.append(heats))
     monkeypatch.setattr(bench_py, "comparison", lambda _, heat: asked.append(heat) or [
         {"name": "SSD", "value": heat}])
     bench_py.main(settings)
-    assert asked == [(0.0, 0.7), 0.0, 0.7]
+    assert asked == [(0.0, 0.7), 0.0, 0.7, None], "nothing more of rank 1"
     record = read(out)
     assert record["results"] == [{"sweep": "unpaced", "name": "SSD", "value": heat}
                                  for heat in (0.0, 0.7)]

@@ -182,6 +182,7 @@ def test_nothing_is_left_of_a_drafts_process_and_the_next_call_starts_it_anew(
     assert not first.is_running() and len(what_is_there()[0]) == 1
     assert writes_the_text_of_this_number(second) and writes_the_text_of_this_number(saguaro)
     del second
+    what_is_there()[0][0].suspend()  # it would not hear that its standard input closes
     saguaro.close()
     assert what_is_there() == before
     with pytest.raises(UserError, match="it holds no weights"):
