@@ -111,7 +111,7 @@ class Bench:
         self.models = job.load()
         draft = job.load_draft() if self.leads else self.models.draft
         self.sd_models = self.models._replace(placement=None, draft=draft)
-        self.own_cores = cores_of(0, 1)
+        self.own_cores = cores_of(0, 1)  # fewer, now that this rank has joined
         self.own_threads = torch.get_num_threads()
         self.prompts = job.prompts
         largest = settings.to_settings(lookahead=max(LOOKAHEADS), budget=LARGEST)
