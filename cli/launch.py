@@ -67,7 +67,8 @@ def is_alone() -> bool:
 
 
 def is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this is rank 0, by its launcher. Without one RANK may mean something else."""
+    return is_alone() or os.environ.get("RANK", "0") == "0"
 
 
 def prepare_process() -> None:

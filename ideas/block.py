@@ -49,7 +49,7 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     place = torch.arange(lookahead + 1, device=p.device)
     num_accepted = (accepted * place).amax(1)          # [B]
     row = torch.arange(len(p), device=p.device)
-    end = (row, num_accepted)
+    end = (row, num_accepted)  # of each row's round
     r = residual(weighted[end], q[end])                # [B, V]
     return num_accepted, draw(r, uniforms[:, lookahead])  # [B], [B]
 
@@ -62,8 +62,7 @@ def weights(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor) -> torch.Ten
     ratio = (p_drafted / q_drafted).squeeze(-1)  # [B, K]
     w = [p.new_ones(len(p))]                     # K+1 of [B]
     for each in ratio.unbind(1):
-        product = w[-1] * each
-        w.append(product.clamp(max=1))
+        w.append((w[-1] * each).clamp(max=1))
     return torch.stack(w, 1)
 
 

@@ -54,7 +54,7 @@ class ConfidentDraft(DraftWorker):
         q_drafted = self.q[:, :-1].gather(-1, drafted)            # [B, K, 1]
         a = self.acceptance_rates[speculation.source].to(self.q)  # [B]
         c = (1.5 * a - 0.5).clamp(min=0)                          # [B]
-        c = c[:, None, None]
+        c = c[:, None, None]                                      # [B, 1, 1]
         accepted = c + (1 - c) * q_drafted                        # [B, K, 1]
         if self.plan.backup != "neural":
             sent = torch.ones_like(q_drafted)  # of point masses

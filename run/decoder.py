@@ -54,7 +54,7 @@ class Decoder:
             several = several and self.placement.tp_size > 1  # to draft no other rank is needed
         self.channel = self.make_channel() if several else None
         self.leads = self.channel is None or self.placement.rank == 0
-        # rank 1, if all that it does is to assist this process
+        # rank 1, if this process has started it, and ends it
         self.draft_process = self.placement.draft_process if self.channel else None
         if self.lookahead and not (self.draft or self.channel):
             raise UserError(f"--mode {settings.mode}: these models were loaded without a draft")
