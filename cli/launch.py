@@ -159,17 +159,23 @@ def exit_status(main: Callable[[], None]) -> int:
         report(problem)
         return 1
     except (RuntimeError, MemoryError, ImportError) as problem:
-        name = f"rank {os.environ.get('RANK', 0)}"
-        if lacks_memory(problem):
-            report(f"error: {name} lacks memory or threads ({first_line(problem)}): allow more, or "
-                   "try more target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
-            return 2
-        if not is_gone(problem):
-            raise
-        time.sleep(2 * GRACE)  # meanwhile that one, or `exit_with_draft`, reports why
-        report(f"{name} stops: another rank is gone")
-        return 1
+        return status_of_rank(problem)
     return 0
+
+
+def status_of_rank(problem: Exception) -> int:
+    """Report that this rank lacks memory, or another rank. Returns the exit status. Raises what is
+    neither."""
+    name = f"rank {os.environ.get('RANK', 0)}"
+    if lacks_memory(problem):
+        report(f"error: {name} lacks memory or threads ({first_line(problem)}): allow more, or "
+               "try more target ranks, or a smaller --batch-size, --max-new-tokens or --budget")
+        return 2
+    if not is_gone(problem):
+        raise problem
+    time.sleep(2 * GRACE)  # meanwhile that one, or `exit_with_draft`, reports why
+    report(f"{name} stops: another rank is gone")
+    return 1
 
 
 def is_gone(problem: Exception) -> bool:

@@ -22,12 +22,8 @@ def check_model(model: CausalLM) -> CausalLM:
     """Return a model as it is. Raises `UserError` if it is not causal, if its logits change with
     slots by more than with transformers' own cache, which is rounding, or while it is decoded."""
     family = model.model.config.model_type
-    n = min(PROBE, model.context)
-    half = n // 2
-    vocab_size = model.last_token + 1
-    tokens = (7 * torch.arange(n, device=model.device)[None] + 1) % vocab_size
-    other_half = (tokens[:, half:] + 1) % vocab_size
-    other_ending = torch.cat([tokens[:, :half], other_half], 1)
+    tokens, other_ending = probes(model)
+    half = tokens.shape[1] // 2
     with model.for_one(), short_windows(model) as windows:
         with reported_as(f"{family} models cannot run in {model.dtype}"):
             with set_stance("force_eager"), torch.autocast(model.device.type, enabled=False):
@@ -48,6 +44,16 @@ def check_model(model: CausalLM) -> CausalLM:
         raise UserError(f"{given}{family} models give other logits with KV slots and tree "
                         "attention, so their text would be wrong")
     return model
+
+
+def probes(model: CausalLM) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a text `[1, n]` to try a model with, and one with another second half."""
+    n = min(PROBE, model.context)
+    vocab_size = model.last_token + 1
+    tokens = (7 * torch.arange(n, device=model.device)[None] + 1) % vocab_size
+    other_ending = tokens.clone()
+    other_ending[:, n // 2:] += 1
+    return tokens, other_ending % vocab_size
 
 
 @contextmanager

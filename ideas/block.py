@@ -51,7 +51,8 @@ def block_verify(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor,
     row = torch.arange(len(p), device=p.device)
     end = (row, num_accepted)  # of each row's round
     r = residual(weighted[end], q[end])                # [B, V]
-    return num_accepted, draw(r, uniforms[:, lookahead])  # [B], [B]
+    bonus = draw(r, uniforms[:, lookahead])            # [B]
+    return num_accepted, bonus
 
 
 def weights(p: torch.Tensor, tokens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

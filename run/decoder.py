@@ -49,10 +49,7 @@ class Decoder:
         self.target = self.make_target() if models.target else None
         self.draft = self.make_draft(plan) if drafts else None
         self.workers = [worker for worker in (self.target, self.draft) if worker]
-        several = self.placement and self.placement.world_size > 1
-        if settings.mode != "ssd" or models.target and models.draft:
-            several = several and self.placement.tp_size > 1  # to draft no other rank is needed
-        self.channel = self.make_channel() if several else None
+        self.channel = self.make_channel() if self.needs_others() else None
         self.leads = self.channel is None or self.placement.rank == 0
         # rank 1, if this process has started it, and ends it
         self.draft_process = self.placement.draft_process if self.channel else None
@@ -61,6 +58,14 @@ class Decoder:
         self.eos = models.target.eos_tokens if self.target and not settings.ignore_eos else []
         chosen = choices_of(plan, settings.downweight) if self.lookahead else {}
         self.stats = Stats(chosen, in_turns=settings.mode == "ssd" and not self.channel)
+
+    def needs_others(self) -> bool:
+        """Return whether other ranks take part: one that drafts, or some that share the target."""
+        if self.placement is None or self.placement.world_size == 1:
+            return False
+        holds_both = self.models.target and self.models.draft
+        another_drafts = self.settings.mode == "ssd" and not holds_both
+        return another_drafts or self.placement.tp_size > 1
 
     def make_target(self) -> TargetWorker:
         rule = VERIFICATIONS[self.verification]
@@ -151,12 +156,7 @@ class Decoder:
             serve(self.draft, self.channel, prompts, sequences.max_length)
         else:
             follow(self.target, self.channel, prompts, sequences.max_length)
-        spans = []
-        for worker in self.workers:
-            spans += worker.clock.read()
-        report = {"spans": spans, "rounds": rounds, "new_tokens": sequences.new_tokens,
-                  "guesses": self.draft.guess_counts.tables() if self.draft else None,
-                  "finish_reasons": sequences.finish_reasons}
+        report = self.report(rounds)
         reports = gather(report) if self.channel else [report]
         self.midway = False
         self.stats.add(reports)
@@ -183,6 +183,15 @@ class Decoder:
         if self.draft:
             self.draft.guess_counts.clear()
         self.num_batches += 1
+
+    def report(self, rounds: list[TimedRound]) -> dict[str, Any]:
+        """Return what this rank tells the others of its batch."""
+        spans = []
+        for worker in self.workers:
+            spans += worker.clock.read()
+        return {"spans": spans, "rounds": rounds, "new_tokens": self.sequences.new_tokens,
+                "guesses": self.draft.guess_counts.tables() if self.draft else None,
+                "finish_reasons": self.sequences.finish_reasons}
 
     def stop(self, row: int) -> None:
         """End the text of this row after the round that `on_tokens` hears of."""
@@ -245,7 +254,9 @@ def acceptance_after(settings: Settings, backup: str) -> float:
 def fan_out_with(settings: Settings, acceptance_rate: float) -> list[int]:
     """Return F_0..F_K as --fan-out says: by the policy of that name, or by hand, 4,3,2,1,2. If an
     idea finds its own in each round, these are section 4.2's. In sd nothing is prepared: all 0."""
-    name, budget, K = settings.fan_out, settings.budget, settings.lookahead
+    name = settings.fan_out
+    budget = settings.budget
+    K = settings.lookahead
     policies = FAN_OUT_POLICIES | dict.fromkeys(SPECULATORS, FAN_OUT_POLICIES["geometric"])
     with reported_as(f"--fan-out {name}", ValueError):
         if name in policies:

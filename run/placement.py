@@ -78,9 +78,12 @@ class Placement:
             if not dist.is_initialized():  # else an earlier `Job`, or the script, has a group
                 self.meet()
             ranks = gather((str(self.device), asked))
-        differ = {name for _, others in ranks for name, _ in others.items() ^ asked.items()}
+        differ = {}
+        for _, others in ranks:
+            differ |= others.items() ^ asked.items()  # by name
         if differ:
-            raise UserError(f"all ranks must be started with the same {', '.join(sorted(differ))}")
+            names = ", ".join(sorted(differ))
+            raise UserError(f"all ranks must be started with the same {names}")
         self.devices = [device for device, _ in ranks]
         if "cpu" not in self.devices:
             self.world_group = self.new_group(self.world_size)

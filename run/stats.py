@@ -88,8 +88,6 @@ class Stats:
         after_hit = [len(row.new_tokens) for row in rows if row.source == PRIMARY]
         after_miss = [len(row.new_tokens) for row in rows if row.source == BACKUP]
         tokens = sum(after_hit + after_miss)
-        accepted = sum(row.num_accepted for row in rows)
-        rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # at most 1 each
         verify = self.mean_seconds("verify")
         ahead = [self.mean_seconds(work) for work in ("trunk", "tree")]
         return {
@@ -98,7 +96,7 @@ class Stats:
             "tokens_per_second": ratio(tokens, seconds),
             "rounds": len(decoding),
             "tokens_per_round": ratio(tokens, len(rows)),
-            "acceptance_rate": ratio(accepted, accepted + rejected),
+            "acceptance_rate": acceptance_rate(rows),
             "hit_rate": ratio(len(after_hit), sum(row.drafted != [] for row in rows)),  # ar: 0
             "E_hit": ratio(sum(after_hit), len(after_hit)),
             "E_miss": ratio(sum(after_miss), len(after_miss)),
@@ -139,6 +137,13 @@ def trace_slice(rank: int, track: int, name: str, start: float, end: float,
     # viewers take process 0 and thread 0 for the idle ones of Linux
     return {"name": name, "ph": "X", "pid": 1 + rank, "tid": 1 + track, "args": facts,
             "ts": begin, "dur": round(1e6 * end) - begin}
+
+
+def acceptance_rate(rows: list[RowRound]) -> float | None:
+    """Return a by maximum likelihood: tokens accepted / verified, up to the first rejection."""
+    accepted = sum(row.num_accepted for row in rows)
+    rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # at most 1 each
+    return ratio(accepted, accepted + rejected)
 
 
 def choices_of(plan: Plan, downweight: float) -> dict[str, Any]:
