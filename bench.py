@@ -58,7 +58,7 @@ FEW = (12, 2)       # to choose K
 MANY = (16, 6)      # of figures that are not in TEXTS
 UNPACED = (8, 1)    # of the comparison without a pace,
 TURNS = 3           # each text so often
-SCREENED = 48       # tokens of the texts that choose each line's settings
+SCREENED = 48       # tokens of the texts on which all settings of a line are tried
 TEXTS = {"timeline": (1, 1), "frontier": (16, 1), "lookahead": FEW}
 UNPACED_LINES = ("AR", "SD", "SSD", "SD, block", "SSD, race", "everything together")
 SLOWER = {1: 1, 2: 1, 4: 2, 8: 3, 16: 5}  # the pace that two cores can keep, by batch size
@@ -131,8 +131,8 @@ class Bench:
         return texts
 
     def other_texts(self) -> Texts:
-        """Return two texts that the table without a pace does not measure."""
-        return [prompt[:-8] or prompt for prompt in self.prompts[-2:]]
+        """Return texts that the table without a pace does not measure."""
+        return [prompt[:-8] or prompt for prompt in self.prompts[-8:]]
 
     def count(self, point: Point, texts: Texts) -> Metrics:
         """Count the hits and tokens of a point's rounds. They do not depend on times, so no pass is
@@ -379,13 +379,7 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
         columns = IN_TURNS
         points = [fastest_of(bench, candidates(bench, point)) for point in points]
         texts = bench.texts(*UNPACED)
-        found = bench.measure(points, texts, TURNS)
-        for f, point in zip(found, points):
-            if f["threads"] is None:
-                f["threads"] = 2 * [bench.own_threads]
-                # beside a draft at work it takes longer, where two cores share what both need
-                [alone] = bench.decode([point._replace(in_turns=True)], texts)
-                f["T_v alone"] = 1000 * alone.mean_seconds("verify")
+        found = measured_beside_alone(bench, points, texts)
     by_name = {f["name"]: f for f in found}
     for f in found:
         f |= compared(f, by_name)
@@ -393,6 +387,21 @@ def comparison(bench: Bench, temperature: float) -> list[Metrics]:
     print_table("T_b of SD is T_SD, the drafting that SSD hides", COLUMNS, found)
     fastest = max(found, key=lambda f: f["tokens/s"])
     print(f"  fastest: {command_of(bench, fastest)}")
+    return found
+
+
+def measured_beside_alone(bench: Bench, points: list[Point], texts: Texts) -> list[Metrics]:
+    """Return the rows of these points, measured in `TURNS` turns. SSD's have the threads of both
+    ranks and, measured in the same turns, how long a verification takes while the draft is idle.
+    Beside a draft at work it takes longer, where two cores share what both need."""
+    overlapping = [point for point in points if point.threads is None]
+    alone = [point._replace(in_turns=True) for point in overlapping]
+    measured = bench.measure(points + alone, texts, TURNS)
+    found = measured[:len(points)]
+    beside = [f for f in found if f["threads"] is None]
+    for f, idle in zip(beside, measured[len(points):]):
+        f["threads"] = 2 * [bench.own_threads]
+        f["T_v alone"] = idle["T_v in ms"]
     return found
 
 
@@ -448,28 +457,39 @@ def candidates(bench: Bench, point: Point) -> list[Point]:
     lookaheads = [point.changes["lookahead"]] if quick else (2, 3, 4, 5, 6, 8, 10)
     if mode == "ssd":
         budgets = [24] if quick else [8, 24, LARGEST]
-        return [point.but(lookahead=K, budget=n) for K in lookaheads for n in budgets]
+        return [point.but(lookahead=K, budget=n) for K, n in product(lookaheads, budgets)]
     tried = [point]
     if mode == "sd":
         tried = [point.but(lookahead=K) for K in lookaheads]
     elif point.assistant:
         tried = [point._replace(assistant=one) for one in ASSISTANTS[:3 if quick else None]]
-    return [one._replace(threads=n) for one in tried for n in bench.thread_counts]
+    return [one._replace(threads=n) for one, n in product(tried, bench.thread_counts)]
 
 
 def fastest_of(bench: Bench, points: list[Point]) -> Point:
-    """Return the point that is fastest on two texts that are not measured afterwards."""
-    short = min(SCREENED, bench.settings.max_new_tokens)
-    tried = [point.but(max_new_tokens=short) for point in points]
-    found = bench.measure(tried, bench.other_texts())
-    fastest = max(range(len(points)), key=lambda n: found[n]["tokens/s"])
-    return points[fastest]
+    """Return the point that is fastest on texts that are not measured afterwards: of the four that
+    are fastest on four short ones, the one that is fastest on whole ones."""
+    texts = bench.other_texts()
+    length = bench.settings.max_new_tokens
+    finalists = fastest(bench, points, texts[:4], min(SCREENED, length), 4)
+    [point] = fastest(bench, finalists, texts[4:] or texts, length, 1)
+    return point
+
+
+def fastest(bench: Bench, points: list[Point], texts: Texts, length: int,
+            count: int) -> list[Point]:
+    """Return so many of these points, the fastest first, by texts of this length in tokens."""
+    if len(points) <= count:
+        return points
+    found = bench.measure([point.but(max_new_tokens=length) for point in points], texts)
+    ranked = sorted(zip(found, points), key=lambda pair: pair[0]["tokens/s"], reverse=True)
+    return [point for _, point in ranked[:count]]
 
 
 def say_how_long(bench: Bench, temperatures: Iterable[float]) -> None:
     """Print how long the comparison without a pace will take, from how long AR takes for a text.
     With a draft most texts take less, and with 64 guesses several times as long."""
-    few = bench.other_texts()
+    few = bench.other_texts()[:4]
     [stats] = bench.decode([Point("AR", 0, {"mode": "ar"}, threads=1)], few[:1])
     seconds = sum(timed.seconds for timed in stats.log)
     texts = 0
@@ -526,13 +546,9 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
     texts = bench.texts(*TEXTS.get(name, MANY))
     sweeps = sweep_points(bench.settings, len(bench.prompts))
     to_predict, to_measure = sweeps[name]
-    if name == "shape":  # for each temperature the best shape, by the a and r counted there
+    if name == "shape":
         heats, _ = sweeps["fan-out"]
-        shapes = {}
-        for point in heats:
-            counts = bench.count(point, texts)["guess_counts"]
-            shapes[point.value] = fit_shape(counts[PRIMARY])
-        to_predict = [point.but(**shapes[point.value]) for point in to_predict]
+        to_predict = with_best_shapes(bench, to_predict, heats, texts)
     if name == "frontier":  # each point at its best K
         to_predict = to_measure = [at_best_lookahead(bench, point, texts) for point in to_predict]
     found = [bench.predict(point, texts) for point in to_predict]
@@ -549,6 +565,17 @@ def sweep(bench: Bench, name: str) -> list[Metrics]:
         for f, stats in zip(measured, bench.decode(to_measure, texts)):
             f["spans"] = [(span.work, span.start, span.end) for span in stats.spans]
     return found + measured
+
+
+def with_best_shapes(bench: Bench, points: list[Point], heats: list[Point],
+                     texts: Texts) -> list[Point]:
+    """Return these points with the best shape at their temperature, by the a and r that are counted
+    for the point of `heats` at that temperature."""
+    shapes = {}
+    for point in heats:
+        counts = bench.count(point, texts)["guess_counts"]
+        shapes[point.value] = fit_shape(counts[PRIMARY])
+    return [point.but(**shapes[point.value]) for point in points]
 
 
 def sweep_points(settings: BenchSettings, num_prompts: int) -> dict[str, list[list[Point]]]:
@@ -675,20 +702,9 @@ def find(bench: Bench, name: str) -> list[Metrics]:
     return comparison(bench, 0.0) + comparison(bench, warm)
 
 
-def main(settings: BenchSettings) -> None:
-    if settings.predict:
-        return compare_with_logs()
-    if is_rank_0():  # refuse at once what could not be written at the end
-        open_for_writing("--out", settings.out, "a", prompts=settings.prompts).close()
-    if settings.sweep:
-        Path(settings.figures).mkdir(exist_ok=True)
-    bench = Bench(settings)
-    if not bench.leads:
-        return decode_as_asked(bench.models)
-    if settings.quick:
-        bench.prompts = bench.prompts[:3]
-    if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
-        bench.settings = settings = replace(settings, pace=(0.0, 0.0))
+def find_all(bench: Bench) -> None:
+    """Measure the comparison, or all figures asked for; write what is found, and draw."""
+    settings = bench.settings
     names = settings.sweep or ("comparison",)
     if "all" in names:
         names = ("comparison", *SWEEPS)
@@ -702,4 +718,21 @@ def main(settings: BenchSettings) -> None:
             json.dump(whole, file, indent=1)
         if name in SWEEPS:
             draw.figure(settings.figures, name, found)
+
+
+def main(settings: BenchSettings) -> None:
+    if settings.predict:
+        return compare_with_logs()
+    if is_rank_0():  # refuse at once what could not be written at the end
+        open_for_writing("--out", settings.out, "a", prompts=settings.prompts).close()
+    if settings.sweep:
+        Path(settings.figures).mkdir(exist_ok=True)
+    bench = Bench(settings)
+    if not bench.leads:
+        return decode_as_asked(bench.models)
+    if settings.quick:
+        bench.prompts = bench.prompts[:3]
+    if settings.pace_is_default and "cpu" not in bench.job.placement.devices:
+        bench.settings = replace(settings, pace=(0.0, 0.0))
+    find_all(bench)
     gather(None)  # lets rank 1 go

@@ -1959,28 +1959,29 @@ def test_a_speed_is_the_median_of_turns():
 
 def compared_without_a_pace(temperature: float, capsys, quick: bool = False) -> SimpleNamespace:
     """The comparison of a fake bench in which whatever is tried first is slowest. Line number n
-    has 10 n tokens a second, and twice and thrice as many in the other turns."""
-    seen = SimpleNamespace(tried=[], measured=[], alone=[])
+    has 10 n tokens a second, and twice and thrice as many in the other turns, and T_v = n ms."""
+    seen = SimpleNamespace(tried={}, finalists={})  # by line
     settings = BenchSettings(pace=(0, 0), quick=quick)
     bench = bench_with(settings=settings, prompts=[[number] * 20 for number in range(16)],
                        thread_counts=[1, 2], own_threads=1, may_assist=True)
 
     def measure(points, texts, turns=1):
-        assert (texts == bench.other_texts()) == (turns == 1)
-        (seen.tried if turns == 1 else seen.measured).append(points)
+        if turns == 3:
+            seen.measured = points
+            seen.texts = texts
+        elif texts == bench.other_texts()[:4]:
+            seen.tried[points[0].name] = points
+        else:
+            assert texts == bench.other_texts()[4:]
+            seen.finalists[points[0].name] = points
         return [COUNTED | {"name": point.name, "with": point.changes, "tokens/s": 20.0 * number,
                            "assistant": point.assistant, "threads": point.threads,
+                           "T_v in ms": number,
                            "by turn": [10.0 * number, 20.0 * number, 30.0 * number],
                            "shares": [0.0] * 8}
                 for number, point in enumerate(points, start=1)]
 
-    def decode(points, texts):
-        seen.alone += points
-        seen.texts = texts
-        return [Stats(spans=[Span(0, "verify", 0.0, 0.004, 1, None)])]
-
     bench.measure = measure
-    bench.decode = decode
     seen.found = bench_py.comparison(bench, temperature)
     seen.said = capsys.readouterr().out
     seen.texts_of_all = bench.texts(*bench_py.UNPACED)
@@ -1994,10 +1995,15 @@ def compared_without_a_pace(temperature: float, capsys, quick: bool = False) -> 
 def test_without_a_pace_each_method_has_its_best_settings_and_all_cores(temperature, names, capsys):
     seen = compared_without_a_pace(temperature, capsys)
     assert [f["name"] for f in seen.found] == names
-    [measured] = seen.measured
-    last = [points[-1] for points in seen.tried]
-    assert [point.but(max_new_tokens=48) for point in measured] == last, "which is the fastest"
-    tried = dict(zip(names, seen.tried))
+    measured = seen.measured[:len(names)]
+    alone = seen.measured[len(names):]  # in the same turns
+    for point in measured:
+        last = seen.finalists[point.name][-1]
+        assert last == point.but(max_new_tokens=160), "which is the fastest"
+    for name, points in seen.tried.items():
+        assert {one.changes["max_new_tokens"] for one in points} == {48}
+        assert seen.finalists[name] == [one.but(max_new_tokens=160) for one in points[:-5:-1]]
+    tried = seen.finalists | seen.tried
     assert {point.threads for point in tried["SSD"]} == {None}, "each rank has its own core"
     for name in "generate", "AR", "SD":
         assert {point.threads for point in tried[name]} == {1, 2}
@@ -2007,21 +2013,25 @@ def test_without_a_pace_each_method_has_its_best_settings_and_all_cores(temperat
     schedules = {point.assistant[1] for point in tried["generate with assistant_model"]}
     assert schedules == {"constant", "heuristic"}
     assert {str(point.assistant) for point in tried["generate"]} == {"[]"}
-    assert {point.changes["temperature"] for points in seen.tried for point in points} == {
+    assert {point.changes["temperature"] for points in tried.values() for point in points} == {
         temperature}
     together = measured[-1].changes
     assert together["fan_out"] == "confident" and together["backup"] == "lookup"
     assert (together.get("verification") == "race") == (temperature > 0)
     for number, f in enumerate(seen.found, start=1):
         assert (f["/ AR"], f["/ SD"]) == pytest.approx((number / 3, number / 4))
-        assert f.get("T_v alone") == (None if f["threads"] == 2 else pytest.approx(4))
-    assert {point.in_turns for point in seen.alone} == {True}, "the draft is idle"
+    beside = [point for point in measured if point.threads is None]
+    assert alone == [point._replace(in_turns=True) for point in beside], "the draft is idle"
+    times = {point.name: number for number, point in enumerate(alone, start=len(names) + 1)}
+    assert {f["name"]: f["T_v alone"] for f in seen.found if f["threads"] == [1, 1]} == times
     assert seen.texts == seen.texts_of_all and len(seen.texts) == 8
 
 
 def test_a_quick_comparison_without_a_pace_tries_little(capsys):
     seen = compared_without_a_pace(0.0, capsys, quick=True)
-    assert [len(points) for points in seen.tried] == [2, 6, 2, 2, 1, 1]
+    tried = seen.finalists | seen.tried
+    assert {name: len(points) for name, points in tried.items()} == {
+        "generate": 2, "generate with assistant_model": 6, "AR": 2, "SD": 2}
     assert "fastest: python saguaro.py --backup lookup --budget 24 --fan-out confident" in seen.said
 
 
@@ -2155,14 +2165,14 @@ def test_the_comparison_is_of_the_temperature_that_was_asked_for(monkeypatch, tm
 
 def test_the_screen_says_how_long_the_comparison_without_a_pace_takes(capsys):
     """AR takes 6 s for a text of 160 tokens. There are 1 + 2 + 1 + 7 + 21 + 21 points to try with
-    one thread, when greedy, on two texts of 48, and six to measure on 8 texts in 3 turns."""
+    one thread, when greedy, on four texts of 48, and six to measure on 8 texts in 3 turns."""
     bench = bench_with(settings=BenchSettings(pace=(0, 0)), prompts=[[1] * 9] * 16,
                        thread_counts=[1], may_assist=True)
     stats = Stats(log=[TimedRound(0, 0.0, 6.0, [])])
     bench.decode = lambda points, texts: [stats] * len(texts)
     bench_py.say_how_long(bench, [0.0])
     tried = 1 + len(ASSISTANTS) + 1 + 7 + 21 + 21
-    texts = 2 * tried * 48 / 160 + 6 * 8 * 3  # of 160 tokens
+    texts = 4 * tried * 48 / 160 + 6 * 8 * 3  # of 160 tokens
     minutes = texts * 6 / 60
     assert capsys.readouterr().out == f"  about {minutes:.0f} minutes\n"
 

@@ -12,7 +12,7 @@ SWEEPS = ("timeline", "fan-out", "shape", "noise", "downweight", "residual", "ba
 class BenchSettings(DecodingSettings):
     """Measure AR, SD and SSD, and draw the figures. At the default pace the comparison takes 40
     minutes, and --sweep all longer. Without a pace (--pace 0 0) transformers' generate is
-    compared, too, in a quarter of an hour on two cores."""
+    compared, too, in half an hour on two cores."""
 
     prompts: str = option("text", str(TINY / "prompts.jsonl"),
                           "JSON Lines with a field prompt, question or text")
