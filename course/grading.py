@@ -241,7 +241,8 @@ def ask_verify(exam, lookaheads=(1, 2, 3, 4), counts=(2, 20), width=None, type="
     borders, of acceptance and then of t*: equally many numbers on both sides of borders draw it."""
     for K, rows in product(lookaheads, counts):
         few = exam.choice([3, 4, 5])
-        ids = torch.tensor(sorted(exam.sample(range(V), few)))
+        chosen = exam.sample(range(V), few)
+        ids = torch.tensor(sorted(chosen))
         p, q, places, rejects = speculations(exam, K, rows, few, parts, rejected, width == 0)
         p_drafted = of_token(p[:, :K], places)
         q_drafted = of_token(q, places)
@@ -474,7 +475,8 @@ def ask_tree_layout(exam, rows=2, K=3, n=4):
     trunk = longest + K + 2
     tree = exam.call(draft_worker.tree_layout, draft.length, k, trunk, K)
     slots = tree.slots.flatten().tolist()
-    in_order = dict(zip(slots, range(trunk, trunk + K * n)))  # in that of steps
+    ordered = range(trunk, trunk + K * n)
+    in_order = dict(zip(slots, ordered))  # in that of steps
     exam.says("the slots of the tree, sorted; ", sorted(in_order), of="slots")
     exam.says("positions of the first tokens; ", tree.positions, of="positions")
     order = ""

@@ -97,7 +97,8 @@ def write_program(folder: Path, numbers: list[str]) -> None:
         source = without(file.read_text("utf-8"), exercise["functions"], number)
         file.write_text(source, "utf-8")
     file = folder / "SHEET.md"
-    file.write_text(sheet(file.read_text("utf-8"), numbers or [*EXERCISES]), "utf-8")
+    text = sheet(file.read_text("utf-8"), numbers or [*EXERCISES])
+    file.write_text(text, "utf-8")
     for document in folder.rglob("*.md"):
         document.write_text(linked(document.read_text("utf-8"), document.parent), "utf-8")
 

@@ -44,9 +44,10 @@ def check_pace(kept: float | None) -> None:
 def timed(bench: Bench, line: dict) -> dict:
     """Decode as for this line of the comparison. Returns rounds and spans, in seconds."""
     text = bench.prompts[:1]
-    decoder = bench.decoder(bench.settings_of(Point("", 0, line["with"])), False, text)
+    settings = bench.settings_of(Point("", 0, line["with"]))
+    decoder = bench.decoder(settings, False, text)
     rounds = []
-    warm_up(decoder.settings, decoder.models, text)
+    warm_up(settings, decoder.models, text)
     decoder(text, lambda row, new, source: rounds.append(
         {"time": time.perf_counter(), "new": new, "source": source}))
     check_pace(decoder.stats.pace_kept())
