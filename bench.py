@@ -131,7 +131,7 @@ class Bench:
         return texts
 
     def other_texts(self) -> Texts:
-        """Return texts that the table without a pace does not measure."""
+        """Return up to eight texts that the table without a pace does not measure."""
         return [prompt[:-8] or prompt for prompt in self.prompts[-8:]]
 
     def count(self, point: Point, texts: Texts) -> Metrics:
@@ -472,7 +472,8 @@ def fastest_of(bench: Bench, points: list[Point]) -> Point:
     texts = bench.other_texts()
     length = bench.settings.max_new_tokens
     finalists = fastest(bench, points, texts[:4], min(SCREENED, length), 4)
-    [point] = fastest(bench, finalists, texts[4:] or texts, length, 1)
+    others = texts[4:] or texts  # somebody may have few prompts
+    [point] = fastest(bench, finalists, others, length, 1)
     return point
 
 

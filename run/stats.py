@@ -140,7 +140,8 @@ def trace_slice(rank: int, track: int, name: str, start: float, end: float,
 
 
 def acceptance_rate(rows: list[RowRound]) -> float | None:
-    """Return a by maximum likelihood: tokens accepted / verified, up to the first rejection."""
+    """Return the paper's a by maximum likelihood: of the tokens verified, up to the first
+    rejection, the share that was accepted. None: nothing was verified."""
     accepted = sum(row.num_accepted for row in rows)
     rejected = sum(row.num_accepted < len(row.drafted) for row in rows)  # at most 1 each
     return ratio(accepted, accepted + rejected)
